@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from common.control.messages import FinishReason, PromptLogprobs, TokenChunk, TokenLogprobs
 from kvrelay.offline.outputs import EngineAnswer
+from router.requests.generation import text_of
 from router.requests.request import GenerationRequest
 from router.text.detokenizer import TokenPieces
-from router.text.stop_strings import NoText, TextStream
 
 
 class AnswerInProgress:
@@ -15,7 +15,7 @@ class AnswerInProgress:
     def __init__(self, request: GenerationRequest, pieces: TokenPieces) -> None:
         self.answer: EngineAnswer | None = None
         self._request = request
-        self._text = _text_stream(request, pieces) if request.detokenize else NoText()
+        self._text = text_of(request, pieces)
         self._parts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if request.engine.sampling.logprobs is None else []
@@ -64,15 +64,3 @@ class AnswerInProgress:
             self._cached_tokens,
             self._prompt_logprobs,
         )
-
-
-def _text_stream(request: GenerationRequest, pieces: TokenPieces) -> TextStream:
-    return TextStream(
-        pieces,
-        request.stop,
-        min_tokens=request.engine.sampling.min_tokens,
-        skip_special_tokens=request.skip_special_tokens,
-        visible=request.visible_tokens,
-        prompt_ids=request.engine.prompt_ids,
-        include_stop=request.include_stop,
-    )

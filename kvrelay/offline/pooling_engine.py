@@ -8,8 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
 from common.base.errors import BadRequest, KvRelayError
 from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
@@ -26,11 +24,11 @@ from router.http.openai.checks import FieldsError
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
 from router.http.pooling.inputs import comparison_work, embedding_work
-from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, ScoreRequest, check_lengths
+from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, PoolingFields, ScoreRequest, check_lengths
 from router.models.served_model import LoadOptions, load_pooling
 from router.pooling.work import PoolWork, split
 
-_BodyT = TypeVar("_BodyT", bound=BaseModel)
+_BodyT = TypeVar("_BodyT", bound=PoolingFields)
 
 
 class PoolingEngine:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import FastAPI, Request
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from common.base.errors import BadRequest
@@ -17,11 +18,10 @@ from router.http.serve import read_and
 from router.http.services import Services
 
 _Text = Annotated[str, Field(min_length=1, max_length=1024)]
-_ERRORS = (*OF_BODIES, 403)
+_described = partial(described, errors=(*OF_BODIES, 403), media_type="text/plain")
 
 
 class _Request(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
     lora_name: _Text
 
 
@@ -41,10 +41,7 @@ class UnloadAdapterRequest(_Request):
 def add_adapter_routes(app: FastAPI, services: Services) -> None:
     """Add both to the application."""
 
-    @app.post(
-        "/v1/load_lora_adapter",
-        openapi_extra=described(body=LoadAdapterRequest, errors=_ERRORS, media_type="text/plain"),
-    )
+    @app.post("/v1/load_lora_adapter", openapi_extra=_described(body=LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Load a LoRA adapter at every node of a model; answers when all have it."""
         body, _ = await read_and(request, services, lambda data: validated(read_object(data), LoadAdapterRequest))
@@ -53,10 +50,7 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         await services.adapters.load(body.lora_name, body.lora_path, body.base_model_name, _owner(request, services))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @app.post(
-        "/v1/unload_lora_adapter",
-        openapi_extra=described(body=UnloadAdapterRequest, errors=_ERRORS, media_type="text/plain"),
-    )
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_described(body=UnloadAdapterRequest))
     async def unload_lora_adapter(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Unload a LoRA adapter from every node; requests that run finish with it."""
         body, _ = await read_and(request, services, lambda data: validated(read_object(data), UnloadAdapterRequest))

@@ -57,10 +57,8 @@ class Answer:
         self.generations, self._client = generations, client
         client.watch(self._cancel)
 
-    def take_place(self, most: int | None) -> None:
-        """Become one of the `most` large answers in work; None: it is not large. Raises: Overloaded."""
-        if most is None:
-            return
+    def take_place(self, most: int) -> None:
+        """Become one of the `most` large answers in work. Raises: Overloaded."""
         if len(self._large_ones) >= most:
             raise Overloaded(
                 f"{most} answers with log-probabilities of the whole vocabulary are in work; try again shortly"
@@ -109,10 +107,7 @@ class Answer:
         self._ping_timer = loop.call_at(self._sent_s + self._ping_s, self._check_pause)
 
     async def finished(self) -> list[list[Delta]]:
-        """Wait for the end; every generation's deltas.
-
-        Raises: the error of the first generation that failed.
-        """
+        """Wait for the end; every generation's deltas. Raises: the error of the first generation that failed."""
         self._for_ends = True
         while [each for each in self.generations if each.outcome is None]:
             self._news.clear()

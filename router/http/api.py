@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -28,13 +27,14 @@ from router.http.openai.chat_format import ChatFormat
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_format import CompletionFormat
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openapi import OF_GENERATION, described, document
+from router.http.openai.parse_body import completion_request
+from router.http.openapi import document, generates
 from router.http.operator_routes import add_operator_routes, version
 from router.http.pooling.routes import add_pooling_routes
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.responses_api.routes import add_responses_routes
-from router.http.serve import assign_ids, caller_from, format_options, generation_of, ids_of, parse, prepare_chat, serve
+from router.http.serve import admitted_caller, format_options, ids_of, parse_as, serve, serve_chat
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
 
@@ -78,42 +78,30 @@ def _redirect_by_path(app: FastAPI) -> None:
     app.router.default = other_path
 
 
-def _generates(answer: Any, body: Any) -> dict[str, Any]:
-    return described(answer, body=body, errors=OF_GENERATION, stream="text/event-stream")
-
-
 def _add_completion_routes(app: FastAPI, services: Services) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_generates(ChatCompletion, ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=generates(ChatCompletion, ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "chatcmpl-")
-        body, size = await parse(request, services, ChatRequest)
-        chat = await prepare_chat(request, services, body, size)
-        options = format_options(request, services, body, chat.model)
-        form = ChatFormat(options, chat.model.tokenizer, chat.parsers(body.n or 1))
-        return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
+        body, size = await parse_as(request, services, ChatRequest, completion_request, ids="chatcmpl-")
+        return await serve_chat(request, services, body, size, ChatFormat)
 
-    @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=generates(Completion, CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Continue each prompt, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "cmpl-")
-        body, size = await parse(request, services, CompletionRequest)
-        model = services.catalog.model_for(body.model, "generate")
-        caller = caller_from(request, body.user, body.priority)
-        count, most = len(body.prompt) * body.num_samples, services.dispatcher.config.max_waiting
+        body, size = await parse_as(request, services, CompletionRequest, completion_request, ids="cmpl-")
+        model, most = services.catalog.model_for(body.model, "generate"), services.dispatcher.config.max_waiting
         if len(body.prompt) > most:
             raise BadRequest(f"at most {most} prompts in one request are allowed", param="prompt")
-        services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
-        generations = await generation_of(
+        count = len(body.prompt) * body.num_samples
+        caller = admitted_caller(request, services, model, body.user, body.priority, count)
+        generations = await services.body_work.run(
             request,
-            services,
-            body,
             size,
             lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt],
+            on_thread=body.has_grammar_text,
         )
-        form = CompletionFormat(
-            format_options(request, services, body, model), model.tokenizer, len(generations) * (body.n or 1)
-        )
+        options = format_options(request, services, body, model)
+        form = CompletionFormat(options, model.tokenizer, len(generations) * (body.n or 1))
         return await serve(request, services, model, generations, form, stream=bool(body.stream))
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from common.base.errors import BadRequest, KvRelayError, Overloaded
 from common.control.http_connection import DISCONNECTS, DisconnectListener
-from router.http.client import go_on, used_tokens
+from router.http.client import count_tokens, go_on, used_tokens
 from router.http.json_body import Json
 from router.http.response_store import ResponseStore, StoredResponse
 
@@ -53,7 +53,8 @@ class BackgroundResponses:
         inner = Request({**request.scope, DISCONNECTS: client})
         task = asyncio.create_task(self._run(inner, tenant, store, entry, run))
         self._running[tenant, response_id] = client, task
-        go_on(request.scope, task, lambda: used_tokens(inner.scope))
+        count_tokens(request.scope, lambda: used_tokens(inner.scope))
+        go_on(request.scope, task)
         return entry.response
 
     async def _run(

@@ -26,11 +26,7 @@ _SIMPLE = ("", "application/x-www-form-urlencoded", "text/plain")
 
 def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
     """The deadlines that `read_body` needs: each cancels a task that still waits for its body."""
-
-    def late(task: asyncio.Task[Any]) -> None:
-        task.cancel()
-
-    return Deadlines(timeout_s, late)
+    return Deadlines(timeout_s, lambda task: task.cancel())
 
 
 async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]], work: BodyWork) -> bytes:

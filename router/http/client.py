@@ -15,7 +15,7 @@ _CLIENT = "kvrelay.client"
 _USED_TOKENS = "kvrelay.used_tokens"
 """Key of a function that returns the tokens which a request has used."""
 _GOES_ON = "kvrelay.goes_on"
-"""Key of a request's work in the background, and of the tokens that it has used."""
+"""Key of a request's work in the background."""
 
 
 class Client(NamedTuple):
@@ -58,19 +58,18 @@ def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
     scope[_USED_TOKENS] = used
 
 
-def go_on(scope: Scope, work: Future[Any], used: Callable[[], int]) -> None:
-    """The request goes on behind its answer until `work` ends, and has then used `used()` tokens."""
-    scope[_GOES_ON] = work, used
+def go_on(scope: Scope, work: Future[Any]) -> None:
+    """The request goes on behind its answer until `work` ends."""
+    scope[_GOES_ON] = work
 
 
 def when_over(scope: Scope, end: Callable[[int], None]) -> None:
     """Call `end` with the tokens that the request has used: now, or when its work in the background ends."""
-    goes_on: tuple[Future[Any], Callable[[], int]] | None = scope.get(_GOES_ON)
-    if goes_on is None:
+    work: Future[Any] | None = scope.get(_GOES_ON)
+    if work is None:
         end(used_tokens(scope))
     else:
-        work, used = goes_on
-        work.add_done_callback(lambda _: end(used()))
+        work.add_done_callback(lambda _: end(used_tokens(scope)))
 
 
 def used_tokens(scope: Scope) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.base.errors import KvRelayError
 from router.http.json_body import Json, RawJson
@@ -12,10 +11,6 @@ from router.requests.beam_search import BeamOptions
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
-
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
-COMMENT = b": ping\n\n"
-"""A comment in a stream of events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,63 +43,65 @@ class FormatOptions:
     """Unix time in seconds."""
 
 
-class Format(Protocol):
+class Format:
     """The response shape of one call, for one request: it may keep state between the chunks of its choices."""
 
-    tokenizer: Tokenizer
-    options: FormatOptions
-    text_only: bool
+    text_only = False
     """Whether `text_event` serves for all chunks except the opening and closing ones."""
-    done: bytes
+    done = b""
     """The last bytes of every stream."""
-    media_type: bytes
+    media_type = b"text/event-stream; charset=utf-8"
     """Content type of the stream."""
+
+    def __init__(self, options: FormatOptions, tokenizer: Tokenizer) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
 
     def opening(self, generation: Generation, index: int) -> Iterable[Json]:
         """The stream's first chunks for this choice, before its text. Each is made in bounded time."""
-        ...
+        raise NotImplementedError
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
         """The chunks for some new tokens; none if there is nothing to show."""
-        ...
+        raise NotImplementedError
 
     def text_event(self, text: str, index: int) -> bytes:
         """The framed chunk of `delta` for a client that gets only text; built without the chunk's dict."""
-        ...
+        raise NotImplementedError
 
     def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
         """The choice's last chunks. `last`: the new tokens that came with its end."""
-        ...
+        raise NotImplementedError
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
         """The stream's last chunks, after those of all choices."""
-        ...
+        return []
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         """The chunk that ends a stream with an error."""
-        ...
+        raise NotImplementedError
 
     def ping(self) -> bytes:
-        """What a stream sends that has nothing to say: clients ignore it."""
-        ...
+        """What a stream sends that has nothing to say, which clients ignore: a comment."""
+        return b": ping\n\n"
 
     def frame(self, chunk: Json) -> bytes:
         """A chunk as a server-sent event."""
-        ...
+        raise NotImplementedError
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
         """The log-probabilities of these tokens, which must follow those of the last call."""
-        ...
+        raise NotImplementedError
 
     def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
         """What goes before `logprobs` for a choice that begins with the prompt, in portions; none for others."""
-        ...
+        return ()
 
     def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | RawJson | None]]:
         """The `prompt_logprobs` list of a generation, in portions."""
-        ...
+        raise NotImplementedError
 
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
         """The non-streamed response, with null in place of log-probabilities: there can be millions, and `router.http.answer`
         inserts them."""
-        ...
+        raise NotImplementedError

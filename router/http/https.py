@@ -51,12 +51,9 @@ class HttpsCertificate:
     def _unusable(self, error: OSError) -> ConfigError:
         why: object = error
         if isinstance(error, ssl.SSLError):
-            mismatch = error.reason == "KEY_VALUES_MISMATCH"
-            why = (
-                "the key is of another one"
-                if mismatch
-                else "it and its key must be in PEM, the key without a passphrase"
-            )
+            why = "it and its key must be in PEM, the key without a passphrase"
+            if error.reason == "KEY_VALUES_MISMATCH":
+                why = "the key is of another one"
         return ConfigError(f"--ssl-certfile {self._certificate} cannot be used: {why}")
 
 

@@ -83,9 +83,6 @@ def sse(data: Json, serialize: Callable[[object], bytes] = to_json) -> bytes:
     return b"data: " + serialize(data) + b"\n\n"
 
 
-DONE = b"data: [DONE]\n\n"
-
-
 def error_body(error: KvRelayError) -> Json:
     """An error in OpenAI's shape."""
     if isinstance(error, ClientError):

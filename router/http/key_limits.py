@@ -65,9 +65,6 @@ class _Bucket:
         self._level = left * per_minute
         self._at_s = now_s
 
-    def left(self, now_s: float) -> float:
-        return self.level(now_s) / self.per_minute
-
     def level(self, now_s: float) -> float:
         self._level = min(self.per_minute, self._level + (now_s - self._at_s) * self.per_minute / 60)
         self._at_s = now_s
@@ -83,8 +80,8 @@ class _Bucket:
 class KeyUse:
     """What one key uses now."""
 
-    def __init__(self, name: str, key_class: KeyClass, clock: Clock = monotonic) -> None:
-        self.name = name
+    def __init__(self, digest: str, key_class: KeyClass, clock: Clock = monotonic) -> None:
+        self.name = digest[:12]
         self._clock = clock
         self._in_flight = 0
         self._buckets: dict[str, _Bucket] = {}
@@ -93,7 +90,7 @@ class KeyUse:
     def change(self, key_class: KeyClass) -> None:
         """Replace the limits. The same share of each is left, so that the key waits as long as before."""
         now = self._clock()
-        left = {unit: bucket.left(now) for unit, bucket in self._buckets.items()}
+        left = {unit: bucket.level(now) / bucket.per_minute for unit, bucket in self._buckets.items()}
         limits = {"requests": key_class.requests_per_minute, "tokens": key_class.tokens_per_minute}
         self.key_class = key_class
         self._buckets = {unit: _Bucket(limit, now, left.get(unit, 1.0)) for unit, limit in limits.items() if limit}
@@ -144,7 +141,7 @@ class ApiKeys:
     def __init__(self, keys: tuple[str, ...] = (), file: Path | None = None, clock: Clock = monotonic) -> None:
         """keys: of the class `default`. Raises: ConfigError for a file that cannot be used."""
         self._clock = clock
-        self._given = {digest_of(key): KeyUse(_name(digest_of(key)), DEFAULT_CLASS, clock) for key in keys}
+        self._given = {digest_of(key): KeyUse(digest_of(key), DEFAULT_CLASS, clock) for key in keys}
         self._file = file
         self._stamp: tuple[int, ...] | None = None
         self._complaint = ""
@@ -187,7 +184,7 @@ class ApiKeys:
         for digest, key_class in classes.items():
             use = self._known.get(digest)
             if use is None or use is self._given.get(digest):  # a given key whose line is removed has no limits again
-                use = KeyUse(_name(digest), key_class, self._clock)
+                use = KeyUse(digest, key_class, self._clock)
             elif use.key_class != key_class:
                 use.change(key_class)
             known[digest] = use
@@ -197,10 +194,6 @@ class ApiKeys:
 def digest_of(key: str | bytes) -> str:
     """SHA-256 in hexadecimal, of UTF-8 or of what a header holds."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
-
-
-def _name(digest: str) -> str:
-    return digest[:12]
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:

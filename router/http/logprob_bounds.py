@@ -18,10 +18,7 @@ MAX_WHOLE = 4
 def check_logprobs(
     wanted: Sequence[GenerationRequest], samples: int, vocab_size: int, bound: int = ClientOptions.max_logprobs
 ) -> None:
-    """wanted: one for each prompt, of `samples` answers. bound: `--max-logprobs`.
-
-    Raises: BadRequest.
-    """
+    """wanted: one for each prompt, of `samples` answers. bound: `--max-logprobs`. Raises: BadRequest."""
     positions = 0
     for each in wanted:
         sampling = each.engine.sampling
@@ -41,13 +38,10 @@ def _is_whole(kind: str, count: int | None, vocab_size: int, bound: int) -> bool
     """Whether that many are the whole vocabulary. The sentence is vLLM's. Raises: BadRequest if they are too many."""
     if count is None:
         return False
-    asked, param = (
-        vocab_size if count == WHOLE_VOCABULARY else count,
-        "logprobs" if kind == "sample" else "prompt_logprobs",
-    )
+    asked = vocab_size if count == WHOLE_VOCABULARY else count
     if bound != WHOLE_VOCABULARY and asked > bound:
         raise BadRequest(
             f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {bound} (--max-logprobs)",
-            param=param,
+            param="logprobs" if kind == "sample" else "prompt_logprobs",
         )
     return count == WHOLE_VOCABULARY

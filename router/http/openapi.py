@@ -72,6 +72,11 @@ def described(
     return {_KEY: Described(answer, body, errors, error, media_type, stream, also)}
 
 
+def generates(answer: Any, body: Any, *, error: Any = Error, stream: str = "text/event-stream") -> dict[str, Any]:
+    """`described` of a call that generates. `stream`: as in `Described`."""
+    return described(answer, body=body, errors=OF_GENERATION, error=error, stream=stream)
+
+
 def document(app: FastAPI, *, with_keys: bool, open_paths: Iterable[str]) -> Json:
     """The OpenAPI 3.1 document. `with_keys`: whether all paths but `open_paths` need an API key."""
     calls = [
@@ -117,7 +122,8 @@ def _schemas(kinds: list[Any]) -> tuple[dict[Any, Json], Json]:
 def _operation(route: APIRoute, call: Described, refs: dict[Any, Json], *, guarded: bool) -> Json:
     about = inspect.cleandoc(route.endpoint.__doc__ or "")
     statuses = {*call.errors, *((401,) if guarded else ())}
-    answers: Json = {str(status): _answer(ERRORS[status], call.error, refs) for status in sorted(statuses)}
+    shape = {"application/json": {"schema": refs[call.error]}}
+    answers: Json = {str(status): {"description": ERRORS[status], "content": shape} for status in statuses}
     for status in (200, *call.also):
         answers[str(status)] = _success(call, refs)
     if call.body is not None:
@@ -150,7 +156,3 @@ def _success(call: Described, refs: dict[Any, Json]) -> Json:
         "description": "the answer" + (", as events with `stream: true`" if call.stream else ""),
         "content": content,
     }
-
-
-def _answer(about: str, kind: Any, refs: dict[Any, Json]) -> Json:
-    return {"description": about, "content": {"application/json": {"schema": refs[kind]}}}

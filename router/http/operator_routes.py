@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Scope
 
 from common.control.messages import Role
 from common.model.hub import model_name
 from router.http.answer_types import Health, Load, ModelCard, ModelList, Ready, ServerInfo, Version
 from router.http.anthropic.answer_types import AnthropicModel, AnthropicModelList
-from router.http.anthropic.models import is_of_anthropic, model_info, model_page
 from router.http.openapi import described
+from router.http.request_headers import header
 from router.http.responses import JsonResponse
 from router.http.services import Services
 from router.models.served_model import ServedModel
@@ -59,15 +62,15 @@ def _add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models", openapi_extra=described(ModelList | AnthropicModelList))
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The served models, under each of their names; in Anthropic's shape with the header `anthropic-version`."""
-        if is_of_anthropic(request.scope):
-            return JsonResponse(model_page(services.catalog.models, _STARTED_S))
+        if _is_of_anthropic(request.scope):
+            return JsonResponse(_anthropic_page(services.catalog.models))
         return JsonResponse({"object": "list", "data": [_model_card(model) for model in services.catalog.models]})
 
     @app.get("/v1/models/{name:path}", openapi_extra=described(ModelCard | AnthropicModel, errors=(404, 503)))
     async def one_model(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """A served model, by name; in Anthropic's shape with the header `anthropic-version`."""
         model = services.catalog.get(name)
-        return JsonResponse(model_info(model, _STARTED_S) if is_of_anthropic(request.scope) else _model_card(model))
+        return JsonResponse(_anthropic_model(model) if _is_of_anthropic(request.scope) else _model_card(model))
 
 
 def _add_state_routes(app: FastAPI, services: Services) -> None:
@@ -81,13 +84,11 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 if requests can be served, else 503; the body says more."""
-        prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
-        ready = is_ready()
-        degraded = services.degraded()
+        ready, degraded = is_ready(), services.degraded()
         body = {
             "status": ("degraded" if degraded else "ok") if ready else "unavailable",
-            "prefill": prefill,
-            "decode": decode,
+            "prefill": len(nodes.usable("prefill")),
+            "decode": len(nodes.usable("decode")),
             "pooling": nodes.num_pooling,
             "prefill_mode": _prefill_mode(nodes),
             "degraded": bool(degraded),
@@ -145,4 +146,30 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "parent": None if model.adapter is None else model.root,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,
+    }
+
+
+def _is_of_anthropic(scope: Scope) -> bool:
+    """Whether a request comes from an Anthropic client, which always sends the version of the API."""
+    return header(scope, b"anthropic-version") != ""
+
+
+def _anthropic_model(model: ServedModel) -> AnthropicModel:
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(_STARTED_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": model.max_model_len,
+        "max_tokens": model.max_model_len,
+    }
+
+
+def _anthropic_page(models: Sequence[ServedModel]) -> AnthropicModelList:
+    """All models on one page, regardless of `limit`: clients ask for no further page if `has_more` is false."""
+    return {
+        "data": [_anthropic_model(model) for model in models],
+        "has_more": False,
+        "first_id": models[0].name if models else None,
+        "last_id": models[-1].name if models else None,
     }

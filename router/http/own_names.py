@@ -6,21 +6,19 @@ import copy
 import re
 from collections.abc import Mapping
 
-from pydantic import BaseModel
 from starlette.types import Scope
 
 from common.base.errors import ClientError, KvRelayError
+from router.http.body_model import BodyModel
 
 _NAMES = "kvrelay.own_names"
 """Key of a request's ASGI scope: the `OWN_NAMES` of its body."""
 _PATH = re.compile(r"\w+(?:\.\w+)*(?=[: ])")
 
 
-def note_names(scope: Scope, kind: type[BaseModel]) -> None:
-    """Keep `kind.OWN_NAMES`, if the class has it: path of a field of the chat request -> path of the body's field that means the
-    same, with `*` for an index.
-    """
-    scope[_NAMES] = getattr(kind, "OWN_NAMES", {})
+def note_names(scope: Scope, kind: type[BodyModel]) -> None:
+    """Keep the names of a body of this kind for `by_own_name`."""
+    scope[_NAMES] = kind.OWN_NAMES
 
 
 def by_own_name(error: KvRelayError, scope: Scope) -> KvRelayError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
-from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
-from router.http.json_body import Json, RawJson, to_json
+from router.http.format import Format, FormatOptions
+from router.http.json_body import Json, to_json
 from router.http.openai.checks import as_object
 from router.output.base import OutputParser, ParsedDelta, Part, parse_parts, unparsed
 from router.requests.generation import Generation
@@ -17,16 +17,11 @@ from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
 
-class ParsedFormat:
+class ParsedFormat(Format):
     """`parsers`: that of the one choice; none where all text is content."""
 
-    text_only = False
-    done = b""
-    media_type = EVENT_STREAM
-
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser]) -> None:
-        self.options = options
-        self.tokenizer = tokenizer
+        super().__init__(options, tokenizer)
         self._parser = parsers[0] if parsers else None
 
     def events(self, part: Part) -> list[Json]:
@@ -46,26 +41,8 @@ class ParsedFormat:
             events += self._events(self._parser.finish())
         return events + self.last_events(generation)
 
-    def ending(self, generations: Sequence[Generation]) -> list[Json]:
-        return []
-
-    def ping(self) -> bytes:
-        return COMMENT
-
     def frame(self, chunk: Json) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
-
-    def text_event(self, text: str, index: int) -> bytes:
-        return b"".join(self.frame(chunk) for chunk in self._events(self._parsed(text)))
-
-    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
-        return {}
-
-    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
-        return ()
-
-    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | RawJson | None]]:
-        return ()
 
     def _events(self, parsed: ParsedDelta) -> list[Json]:
         return [event for part in parsed.parts for event in self.events(part)]

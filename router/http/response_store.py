@@ -77,17 +77,14 @@ class ResponseStore:
             return
         if monotonic() < self._rest_until_s:
             return
+        response_id, begin = str(entry.response["id"]), self._keys.response(f"{tenant}:")
+        names = (begin + response_id, self._keys.responses(tenant), begin)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._put(tenant, str(entry.response["id"]), data)
+                await self._client.eval(_PUT, len(names), *names, response_id, data, TTL_S, self._max_entries)
         except (*UNREACHABLE, TimeoutError) as error:
             self._rest_until_s = monotonic() + _REST_S
             log.warning("responses are not stored: Redis: %s", short(error))
-
-    async def _put(self, tenant: str, response_id: str, data: bytes) -> None:
-        begin = self._keys.response(f"{tenant}:")
-        names = (begin + response_id, self._keys.responses(tenant), begin)
-        await self._client.eval(_PUT, len(names), *names, response_id, data, TTL_S, self._max_entries)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """The stored response. Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -19,9 +19,9 @@ from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
 from router.http.logprob_bounds import MAX_WHOLE, check_logprobs
 from router.http.openai.base_format import usage
-from router.http.openai.build_request import Caller, ChatGeneration, caller_of, chat_generation
+from router.http.openai.build_request import Caller, ChatGeneration, caller_of, chat_generation, chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import ModelT, RequestT, completion_request, read_object
+from router.http.openai.parse_body import ModelT, read_object
 from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unknown_fields import names_in_header, refuse_unknown, unknown_fields
@@ -35,20 +35,14 @@ from router.models.served_model import ServedModel
 from router.output.base import OutputParser
 from router.requests.generation import Generation
 from router.requests.request import GenerationRequest
+from router.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
 _IDS = "kvrelay.ids"
 """Key of a request's `RequestIds` in its ASGI scope."""
-_IGNORED = b"x-kvrelay-ignored"
 _WARNINGS = "kvrelay.warnings"
-"""Key of the headers that warn about a request."""
-
-
-def assign_ids(request: Request, prefix: str) -> RequestIds:
-    """Set the request's ids before anything can fail: error responses carry them too."""
-    ids = request.scope[_IDS] = RequestIds.make(prefix, header(request.scope, b"x-request-id"))
-    return ids
+"""Key of the headers that warn about a request: texts by name."""
 
 
 def with_client_id(request: Request, client_id: str | None) -> RequestIds:
@@ -61,18 +55,17 @@ def with_client_id(request: Request, client_id: str | None) -> RequestIds:
 
 def warnings_of(request: Request) -> RawHeaders:
     """Headers that warn about the request."""
-    return request.scope.get(_WARNINGS, [])
+    texts: dict[bytes, list[str]] = request.scope.get(_WARNINGS, {})
+    return [(header, ", ".join(found).encode()) for header, found in texts.items()]
 
 
 def _warn(request: Request, header: bytes, text: str) -> None:
-    request.scope[_WARNINGS] = [*warnings_of(request), (header, text.encode())]
+    request.scope.setdefault(_WARNINGS, {}).setdefault(header, []).append(text)
 
 
 def _note_ignored(request: Request, names: str) -> None:
     """Name fields, or the part of one, that have no effect."""
-    before = [text.decode() for name, text in warnings_of(request) if name == _IGNORED]
-    request.scope[_WARNINGS] = [each for each in warnings_of(request) if each[0] != _IGNORED]
-    _warn(request, _IGNORED, ", ".join([*before, names]))
+    _warn(request, b"x-kvrelay-ignored", names)
 
 
 def caller_from(request: Request, user: str | None, priority: int | None) -> Caller:
@@ -83,20 +76,38 @@ def caller_from(request: Request, user: str | None, priority: int | None) -> Cal
     return caller
 
 
+def admitted_caller(
+    request: Request,
+    services: Services,
+    model: ServedModel,
+    user: str | None,
+    priority: int | None,
+    count: int = 1,
+) -> Caller:
+    """The caller, as `caller_from`. Raises: what `Dispatcher.check_room` raises for `count` requests, before anything is tokenized."""
+    caller = caller_from(request, user, priority)
+    services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
+    return caller
+
+
 def ids_of(request: Request) -> RequestIds | None:
     """The request's ids; None for a call without them."""
     return request.scope.get(_IDS)
 
 
-def parse(request: Request, services: Services, kind: type[RequestT]) -> Awaitable[tuple[RequestT, int]]:
-    """The body of a completion call, checked, and its size in bytes."""
-    return parse_as(request, services, kind, completion_request)
-
-
 def parse_as(
-    request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], _T]
+    request: Request,
+    services: Services,
+    kind: type[ModelT],
+    check: Callable[[dict[str, Any], type[ModelT]], _T],
+    *,
+    ids: str = "",
 ) -> Awaitable[tuple[_T, int]]:
-    """The body, made by `check`, and its size in bytes, which bounds all work on it."""
+    """The body, made by `check`, and its size in bytes, which bounds all work on it. `ids`: prefix of the request's ids, which are
+    set before anything can fail: error responses carry them too; empty: it has none.
+    """
+    if ids:
+        request.scope[_IDS] = RequestIds.make(ids, header(request.scope, b"x-request-id"))
     return parse_by(request, services, lambda fields: kind, check)
 
 
@@ -115,7 +126,7 @@ async def parse_by(
         kind = kind_of(fields)
         note_names(request.scope, kind)
         unknown = unknown_fields(fields, kind)
-        if services.strict_parameters:
+        if services.options.strict_parameters:
             refuse_unknown(unknown, kind)
         return check(fields, kind), unknown
 
@@ -134,39 +145,42 @@ async def read_and(request: Request, services: Services, work: Callable[[bytes],
     return body, len(data)
 
 
-async def generation_of(
-    request: Request, services: Services, body: CompletionRequestBase, size: int, work: Callable[[], _T]
-) -> _T:
-    """`work()`, which makes the generations of a body of `size` bytes; on a thread if it may take long."""
-    return await services.body_work.run(request, size, work, on_thread=body.has_grammar_text)
-
-
-class PreparedChat(NamedTuple):
-    """A chat request, ready to run."""
-
-    model: ServedModel
-    generation: ChatGeneration
-
-    def parsers(self, count: int = 1) -> list[OutputParser]:
-        """One for each choice; none if all text is content."""
-        new_parser = self.generation.new_parser
-        return [] if new_parser is None else [new_parser() for _ in range(count)]
-
-
-async def prepare_chat(request: Request, services: Services, body: ChatRequest, size: int) -> PreparedChat:
-    """Render and tokenize a conversation. `size`: bytes of its body.
-
-    Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
-    """
-    model = services.catalog.model_for(body.model, "generate")
-    caller = caller_from(request, body.user, body.priority)
-    services.dispatcher.check_room(model.base, body.num_samples, caller.tenant, caller.priority)
-    chat = PreparedChat(
-        model, await generation_of(request, services, body, size, lambda: chat_generation(body, model, caller))
+async def prepare_chat(
+    request: Request, services: Services, body: ChatRequest, size: int, model: ServedModel
+) -> ChatGeneration:
+    """Render and tokenize a conversation. `size`: bytes of its body. Raises: BadRequest, Overloaded, Unavailable."""
+    caller = admitted_caller(request, services, model, body.user, body.priority, body.num_samples)
+    chat = await services.body_work.run(
+        request, size, lambda: chat_generation(body, model, caller), on_thread=body.has_grammar_text
     )
-    if chat.generation.changes:
-        _warn(request, b"x-kvrelay-fitted", printable("; ".join(chat.generation.changes)))
+    if chat.changes:
+        _warn(request, b"x-kvrelay-fitted", printable("; ".join(chat.changes)))
     return chat
+
+
+async def serve_chat(
+    request: Request,
+    services: Services,
+    body: ChatRequest,
+    size: int,
+    shape: Callable[[FormatOptions, Tokenizer, Sequence[OutputParser]], Format],
+) -> Response:
+    """Answer a conversation in the shape of a call. `size`: bytes of its body. Raises: as `prepare_chat`, NotFound for the model."""
+    model = services.catalog.model_for(body.model, "generate")
+    chat = await prepare_chat(request, services, body, size, model)
+    form = shape(format_options(request, services, body, model), model.tokenizer, chat.parsers(body.n or 1))
+    return await serve(request, services, model, [chat.request], form, stream=bool(body.stream))
+
+
+async def count_prompt(
+    request: Request, services: Services, body: ChatRequest, size: int, shown: Mapping[str, str]
+) -> Response:
+    """Answer with the number of a conversation's prompt tokens, behind the fields `shown`. `size`: bytes of its body."""
+    ids, model = with_client_id(request, None), services.catalog.get(body.model)
+    tokens = await services.body_work.run(
+        request, size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model).text)
+    )
+    return JsonResponse({**shown, "input_tokens": len(tokens)}, headers=ids.headers() + warnings_of(request))
 
 
 def format_options(
@@ -174,6 +188,7 @@ def format_options(
 ) -> FormatOptions:
     """The response options of a parsed body."""
     given = vars(body)  # quicker to read than attributes
+    as_ids = given["return_tokens_as_token_ids"]
     return FormatOptions(
         request_id=with_client_id(request, given["request_id"]).own,
         model=model.name,
@@ -182,11 +197,9 @@ def format_options(
         with_token_ids=bool(given["return_token_ids"]) or given["detokenize"] is False,
         with_prompt_logprobs=given["prompt_logprobs"] is not None,
         echo=bool(given["echo"]),
-        tokens_as_ids=services.tokens_as_ids
-        if given["return_tokens_as_token_ids"] is None
-        else given["return_tokens_as_token_ids"],
+        tokens_as_ids=services.options.return_tokens_as_token_ids if as_ids is None else as_ids,
         skip_special_tokens=given["skip_special_tokens"] is not False,
-        usage_in_stream=body.usage_in_stream or services.always_usage,
+        usage_in_stream=body.usage_in_stream or services.options.enable_force_include_usage,
         continuous_usage=body.continuous_usage,
         samples=body.num_samples,
         returned=given["n"] or 1,
@@ -220,11 +233,11 @@ async def serve(
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token or ping, and of
     grammars, keep their HTTP status. `before_end` is awaited before the last part is sent."""
     options = form.options
-    check_logprobs(wanted, options.samples, model.vocab_size, services.max_logprobs)
+    check_logprobs(wanted, options.samples, model.vocab_size, services.options.max_logprobs)
     await _check_grammars(request, model, wanted)
     await yield_turn()
-    answer = Answer(services.stream_ping_s, services.whole_vocabulary)
-    ids, warnings, handed_over = cast("RequestIds", request.scope[_IDS]), warnings_of(request), False
+    answer = Answer(services.options.stream_ping_s, services.whole_vocabulary)
+    ids, warnings, handed_over = with_client_id(request, None), warnings_of(request), False
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     metrics.asked(options.returned)
@@ -236,7 +249,8 @@ async def serve(
         return generations
 
     try:
-        answer.take_place(MAX_WHOLE if options.whole_vocabulary else None)
+        if options.whole_vocabulary:
+            answer.take_place(MAX_WHOLE)
         if options.beams is not None:
             run = BeamRun(options.beams, wanted, model)
             count_tokens(request.scope, lambda: run.used_tokens)
@@ -246,9 +260,7 @@ async def serve(
         count_tokens(request.scope, lambda: _tried_tokens(generations, options.samples))
         if stream:
             await answer.begun()
-            parts = answer.events(form)
-            if before_end is not None:
-                parts = _after(before_end, parts)
+            parts = answer.events(form) if before_end is None else _after(before_end, answer.events(form))
             events = EventStream(answer, parts, form.media_type, headers(ids, generations[0]) + warnings)
             handed_over = True
             return events

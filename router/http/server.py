@@ -72,10 +72,7 @@ _EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", *LIMIT_HEADERS,
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises: ConfigError when the address cannot be used.
-    """
+    """A listening socket. Raises: ConfigError when the address cannot be used."""
     # uvloop sets it itself; asyncio does not where the protocol is left to the kernel.
     options = [(socket.TCP_NODELAY, 1)]
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
@@ -153,17 +150,9 @@ def _services(
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
         body_work=BodyWork(int(config.max_body_mb * 1e6)),
-        api_keys=ApiKeys(
-            api_keys(config.api_key),
-            Path(config.api_key_file) if config.api_key_file else None,
-        ),
+        api_keys=ApiKeys(api_keys(config.api_key), Path(config.api_key_file) if config.api_key_file else None),
         responses=responses,
-        strict_parameters=config.strict_parameters,
-        stream_ping_s=config.stream_ping_s,
-        tokens_as_ids=config.return_tokens_as_token_ids,
-        max_logprobs=config.max_logprobs,
-        always_usage=config.enable_force_include_usage,
-        shows_tokenizer=config.enable_tokenizer_info_endpoint,
+        options=config,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
 

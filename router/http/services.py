@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.config.router_options import ClientOptions
 from router.http.background_responses import BackgroundResponses
 from router.http.body_work import BodyWork
 from router.http.key_limits import ApiKeys
@@ -33,22 +34,11 @@ class Services:
     """When each request body must have arrived; made by `router.http.body.body_deadlines`."""
     body_work: BodyWork
     api_keys: ApiKeys
-    responses: ResponseStore | None = None
+    options: ClientOptions
+    settings: Mapping[str, Any]
+    """The options that `/server_info` shows."""
+    responses: ResponseStore | None
     """Where responses of `/v1/responses` are stored; None: nowhere."""
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
-    strict_parameters: bool = False
-    """Refuse fields that no known API has."""
-    stream_ping_s: float = 0.0
-    """Pause after which a stream sends a ping; 0: never."""
-    tokens_as_ids: bool = False
-    """Log-probabilities name tokens by their ids, unless a request says otherwise."""
-    max_logprobs: int = 20
-    """How many most likely tokens a request may ask for; -1: the whole vocabulary."""
     whole_vocabulary: set[object] = field(default_factory=set[object])
     """The answers in work that have log-probabilities of the whole vocabulary."""
-    always_usage: bool = False
-    """Every stream ends with its usage."""
-    shows_tokenizer: bool = False
-    """Whether `/tokenizer_info` answers."""
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The options that `/server_info` shows."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Annotated
 
 from fastapi import FastAPI, Request
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from common.base.errors import BadRequest, NotFound
@@ -17,7 +17,7 @@ from router.http.body_model import BodyModel
 from router.http.json_body import Json, large_json
 from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.checks import MAX_INT, as_object
+from router.http.openai.checks import TokenId, as_object
 from router.http.openai.parse_body import completion_request, validated
 from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
@@ -27,7 +27,6 @@ from router.models.served_model import ServedModel
 
 
 class _Request(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
     model: Annotated[str, Field(max_length=1024)] | None = None
 
 
@@ -49,7 +48,7 @@ class TokenizeChatRequest(ChatRequest):
 class DetokenizeRequest(_Request):
     """Body of `POST /detokenize`."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]]
+    tokens: list[TokenId]
 
 
 def add_tokenize_routes(app: FastAPI, services: Services) -> None:
@@ -78,7 +77,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
     @app.get("/tokenizer_info", openapi_extra=described(TokenizerInfo, errors=(404, 503)))
     async def tokenizer_info(model: str | None = None) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The tokenizer's configuration and the chat template, if the router shows them (`--enable-tokenizer-info-endpoint`)."""
-        if not services.shows_tokenizer:
+        if not services.options.enable_tokenizer_info_endpoint:
             raise NotFound("this router does not show its tokenizer; --enable-tokenizer-info-endpoint lets it")
         found = services.catalog.get(model)
         return JsonResponse(await asyncio.to_thread(_tokenizer_info, found))
@@ -106,16 +105,12 @@ def _tokenize_request(
 
 
 def _tokens(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> Json:
-    ids = _token_ids(body, model)
-    strs = None
+    special, strs = bool(body.add_special_tokens), None
+    if isinstance(body, TokenizeRequest):
+        ids = model.tokenizer.encode(body.prompt, add_special_tokens=special)
+    else:
+        ids = model.tokenizer.encode_chat(chat_prompt(body, model).text, add_special_tokens=special)
     if body.return_token_strs:
         token_str = lru_cache(model.vocab_size)(model.tokenizer.token_str)  # equal tokens share one string
         strs = [token_str(token_id) for token_id in ids]
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strs}
-
-
-def _token_ids(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> list[int]:
-    special = bool(body.add_special_tokens)
-    if isinstance(body, TokenizeRequest):
-        return model.tokenizer.encode(body.prompt, add_special_tokens=special)
-    return model.tokenizer.encode_chat(chat_prompt(body, model).text, add_special_tokens=special)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -67,27 +66,6 @@ class OutputParser(Protocol):
         ...
 
 
-@dataclass
-class ParsedMessage:
-    """A whole answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list[ToolCallDelta])
-    """One per call, complete."""
-
-    def add(self, delta: ParsedDelta) -> None:
-        """Append a delta."""
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        for part in delta.tool_calls:
-            if part.call == len(self.tool_calls):
-                self.tool_calls.append(part)
-            else:
-                known = self.tool_calls[part.call]
-                self.tool_calls[part.call] = known._replace(arguments=known.arguments + part.arguments)
-
-
 def unparsed(text: str) -> ParsedDelta:
     """The meaning of new text of a model whose text is all content."""
     return ParsedDelta([Text(text)] if text else [])
@@ -109,10 +87,3 @@ def joined(parts: Iterable[Part]) -> ParsedDelta:
 def parse_parts(parser: OutputParser, text: str) -> ParsedDelta:
     """The parts of a whole answer, each complete."""
     return joined([*parser.push(text).parts, *parser.finish().parts])
-
-
-def parse_whole(parser: OutputParser, text: str) -> ParsedMessage:
-    """A whole answer, parsed at once."""
-    message = ParsedMessage()
-    message.add(parse_parts(parser, text))
-    return message

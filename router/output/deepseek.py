@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from router.output.json_call import read_arguments
+from router.output.json_call import read_arguments, read_section
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
@@ -22,16 +22,7 @@ _NAME_END = re.compile(r"[\s<`{]")
 
 def read_deepseek(reader: TextReader, writer: OutputWriter) -> Steps[None]:
     """Content and calls in any order, in both forms."""
-    while (yield from reader.until((BEGIN,), writer.content)) is not None:
-        opening = BEGIN
-        while True:
-            space = yield from reader.skip_space()
-            if not (yield from _read_call(reader, writer)):
-                break
-            opening = ""
-        writer.content(opening + space)
-        if not opening:
-            yield from reader.accept(END)
+    return read_section(reader, writer, BEGIN, END, _read_call)
 
 
 def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:

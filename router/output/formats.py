@@ -12,10 +12,11 @@ from typing import NamedTuple
 from common.base.errors import ConfigError
 from router.output import deepseek, harmony, hermes, kimi, llama_json, mistral, pythonic
 from router.output.base import OutputParser, ParsedDelta, Part, Text
-from router.output.marked_list import APERTUS, COHERE, GRANITE, HUNYUAN, NEMOTRON, PHI4_MINI, ListMarkers, marked_list
+from router.output.marked_list import APERTUS, COHERE, GRANITE, HUNYUAN, NEMOTRON, PHI4_MINI, ListMarkers, read_marked
+from router.output.reader import Steps, TextReader
 from router.output.reasoning import ReasoningTags, reasoning
-from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags, tagged
-from router.output.writer import Format, FormatParser, Functions, call_id
+from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, Tags, read_tagged
+from router.output.writer import Format, FormatParser, Functions, OutputWriter, call_id
 
 _GPT_OSS = "openai_gptoss"
 """The name of gpt-oss's reasoning, which the format of its tool calls includes."""
@@ -37,16 +38,24 @@ def _always(read: Format) -> Callable[[Functions], Format]:
     return lambda functions: read
 
 
+def _for_functions(
+    read: Callable[[Functions, TextReader, OutputWriter], Steps[None]],
+) -> Callable[[Functions], Format]:
+    """The format for a request with functions, which `read` needs."""
+    return lambda functions: partial(read, functions)
+
+
 def _tagged(name: str, tags: Tags) -> ToolFormat:
     markers = (tags.start, tags.end, tags.before_key, *tags.after_key, tags.after_value)
-    return ToolFormat(name, markers, partial(tagged, tags))
+    return ToolFormat(name, markers, _for_functions(partial(read_tagged, tags)))
 
 
 def _list(name: str, markers: ListMarkers) -> ToolFormat:
-    return ToolFormat(name, (*markers.starts, *markers.ends), _always(marked_list(markers)))
+    return ToolFormat(name, (*markers.starts, *markers.ends), _always(partial(read_marked, markers)))
 
 
-_HARMONY = ToolFormat("openai", harmony.MARKERS, harmony.harmony)
+_PYTHONIC = _for_functions(pythonic.read_pythonic)
+_HARMONY = ToolFormat("openai", harmony.MARKERS, _for_functions(harmony.read_harmony))
 """The format that also separates reasoning from content."""
 HERMES = ToolFormat("hermes", (hermes.START, hermes.END), _always(hermes.read_hermes))
 """The format of models whose template says nothing of calls."""
@@ -60,10 +69,10 @@ TOOL_FORMATS = {
         _tagged("glm47", GLM45),
         _tagged("seed_oss", SEED_OSS),
         _tagged("minimax_m2", MINIMAX_M2),
-        ToolFormat("llama3_json", (llama_json.TAG,), llama_json.llama_json),
-        ToolFormat("pythonic", (), pythonic.pythonic),
-        ToolFormat("llama4_pythonic", (pythonic.START, pythonic.END), pythonic.pythonic),
-        ToolFormat("olmo3", (pythonic.OLMO3_START, pythonic.OLMO3_END), pythonic.olmo3),
+        ToolFormat("llama3_json", (llama_json.TAG,), _for_functions(llama_json.read_llama_json)),
+        ToolFormat("pythonic", (), _PYTHONIC),
+        ToolFormat("llama4_pythonic", (pythonic.START, pythonic.END), _PYTHONIC),
+        ToolFormat("olmo3", (pythonic.OLMO3_START, pythonic.OLMO3_END), _for_functions(pythonic.read_olmo3)),
         ToolFormat(
             "mistral",
             (mistral.START, mistral.ARGS, mistral.CALL_ID),

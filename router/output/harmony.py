@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from functools import partial
 
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import Format, OutputWriter
+from router.output.writer import OutputWriter
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -26,37 +25,35 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([-.\w]+)")
 
 
-def harmony(names: Collection[str]) -> Format:
-    """The format, for a request with functions of these names; without any, a call's arguments are content."""
-    return partial(_read_harmony, calls=bool(names))
-
-
-def _read_harmony(reader: TextReader, writer: OutputWriter, *, calls: bool) -> Steps[None]:
-    """Messages; text outside of them is content. The prompt ends with `<|start|>assistant`, so that the first recipient may come
-    without a marker.
+def read_harmony(names: Collection[str], reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Messages; text outside of them is content, and without functions a call's arguments, too. The prompt ends with
+    `<|start|>assistant`, so that the first recipient may come without a marker.
     """
-    reader.mark()
-    yield from reader.skip_space()
-    if (yield from reader.accept(_TO)):
-        yield from _read_message(reader, writer, _TO, calls)
-    else:
-        reader.rewind()
+    calls = bool(names)
+    header = yield from reader.attempt(_first_header(reader))
+    if header is not None:
+        yield from _read_body(reader, writer, header, calls)
     while (marker := (yield from reader.until((START, CHANNEL), writer.content))) is not None:
-        reader.mark()
-        if not (yield from _read_message(reader, writer, marker, calls)):
+        header = yield from reader.attempt(_rest_of_header(reader))
+        if header is None:
             writer.content(marker)
+        else:
+            yield from _read_body(reader, writer, marker + header, calls)
 
 
-def _read_message(reader: TextReader, writer: OutputWriter, opening: str, calls: bool) -> Steps[bool]:
-    """Read the rest of a message's header, and its body. False: there is none; the reader is back at its mark."""
-    try:
-        header, _ = yield from reader.text_until((MESSAGE,))
-        reader.release()
-    except Malformed:
-        reader.rewind()
-        return False
-    yield from _read_body(reader, writer, opening + header, calls)
-    return True
+def _first_header(reader: TextReader) -> Steps[str]:
+    """The header of a message that begins with its recipient. Raises: Malformed."""
+    yield from reader.skip_space()
+    yield from reader.expect(_TO)
+    return _TO + (yield from _rest_of_header(reader))
+
+
+def _rest_of_header(reader: TextReader) -> Steps[str]:
+    """The text up to a message's body. Raises: Malformed when the text ends before."""
+    parts: list[str] = []
+    if (yield from reader.until((MESSAGE,), parts.append)) is None:
+        raise Malformed
+    return "".join(parts)
 
 
 def _read_body(reader: TextReader, writer: OutputWriter, header: str, calls: bool) -> Steps[None]:

@@ -9,6 +9,8 @@ from typing import Any
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
+ReadCall = Callable[[TextReader, OutputWriter], Steps[bool]]
+"""Reads a call. False: the text is not a call, and nothing has been read."""
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -33,10 +35,7 @@ class _Call:
         self.begun = False
 
     def read(self) -> Steps[None]:
-        """Read the members of the object, and its end.
-
-        Raises: Malformed.
-        """
+        """Read the members of the object, and its end. Raises: Malformed."""
         reader = self._reader
         yield from reader.expect("{")
         while True:
@@ -59,10 +58,7 @@ class _Call:
                 return
 
     def begin(self) -> None:
-        """Report the call.
-
-        Raises: Malformed when it has no name.
-        """
+        """Report the call. Raises: Malformed when it has no name."""
         if self._name is None:
             raise Malformed
         self._reader.release()
@@ -107,11 +103,7 @@ class _Call:
 
 
 def read_call(
-    reader: TextReader,
-    writer: OutputWriter,
-    *,
-    names: Container[str] | None = None,
-    arguments_required: bool = False,
+    reader: TextReader, writer: OutputWriter, *, names: Container[str] | None = None, arguments_required: bool = False
 ) -> Steps[bool]:
     """Read a call, streaming its arguments. False: the text is not a call, and nothing has been read.
 
@@ -142,17 +134,28 @@ def read_arguments(reader: TextReader, writer: OutputWriter) -> Steps[None]:
 
 def read_named_object(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
     """Read a call of the form `{NAME: {...}}`. False: the text is not a call, and nothing has been read."""
-    name = yield from reader.attempt(_key(reader))
-    if name is None:
+    return (yield from read_headed_call(reader, writer, _key(reader), "}"))
+
+
+def read_headed_call(
+    reader: TextReader, writer: OutputWriter, head: Steps[tuple[str, str | None]], end: str = ""
+) -> Steps[bool]:
+    """Read a call that is not a JSON object, whose arguments are one. False: the text is not a call, and nothing has been read.
+
+    `head`: reads a call up to its arguments, and returns the function's name and the call's id. `end`: may follow them.
+    """
+    found = yield from reader.attempt(head)
+    if found is None:
         return False
-    writer.call(name)
+    writer.call(*found)
     yield from read_arguments(reader, writer)
-    yield from reader.skip_space()
-    yield from reader.accept("}")
+    if end:
+        yield from reader.skip_space()
+        yield from reader.accept(end)
     return True
 
 
-def _key(reader: TextReader) -> Steps[str]:
+def _key(reader: TextReader) -> Steps[tuple[str, None]]:
     """The beginning of an object up to its first value, which is an object: the key. Raises: Malformed."""
     yield from reader.expect("{")
     yield from reader.skip_space()
@@ -164,15 +167,23 @@ def _key(reader: TextReader) -> Steps[str]:
     yield from reader.skip_space()
     if not isinstance(name, str) or not name or (yield from reader.peek()) != "{":
         raise Malformed
-    return name
+    return name, None
 
 
-def read_list(
-    reader: TextReader,
-    writer: OutputWriter,
-    opening: str,
-    read_one: Callable[[TextReader, OutputWriter], Steps[bool]] = read_call,
-) -> Steps[None]:
+def read_section(reader: TextReader, writer: OutputWriter, begin: str, end: str, read_one: ReadCall) -> Steps[None]:
+    """Content, and calls between `begin` and `end`, in any order. `begin` is content if no call follows."""
+    while (yield from reader.until((begin,), writer.content)) is not None:
+        opening = begin
+        while True:
+            space = yield from reader.skip_space()
+            if not (yield from read_one(reader, writer)):
+                break
+            opening = ""
+        if opening or not (yield from reader.accept(end)):
+            writer.content(opening + space)
+
+
+def read_list(reader: TextReader, writer: OutputWriter, opening: str, read_one: ReadCall = read_call) -> Steps[None]:
     """Read calls up to the end of their list, behind `opening`, which is content if no call follows."""
     while True:
         opening += yield from reader.skip_space()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from router.output.json_call import read_arguments
+from router.output.json_call import read_headed_call, read_section
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
@@ -22,26 +22,11 @@ _ID_END = re.compile(r"[\s<{]")
 
 def read_kimi(reader: TextReader, writer: OutputWriter) -> Steps[None]:
     """Content and calls in any order."""
-    while (yield from reader.until((BEGIN,), writer.content)) is not None:
-        opening = BEGIN
-        while True:
-            space = yield from reader.skip_space()
-            if not (yield from _read_call(reader, writer)):
-                break
-            opening = ""
-        if opening or not (yield from reader.accept(END)):
-            writer.content(opening + space)
+    return read_section(reader, writer, BEGIN, END, _read_call)
 
 
 def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
-    head = yield from reader.attempt(_head(reader))
-    if head is None:
-        return False
-    writer.call(*head)
-    yield from read_arguments(reader, writer)
-    yield from reader.skip_space()
-    yield from reader.accept(CALL_END)
-    return True
+    return read_headed_call(reader, writer, _head(reader), CALL_END)
 
 
 def _head(reader: TextReader) -> Steps[tuple[str, str | None]]:

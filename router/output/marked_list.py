@@ -10,12 +10,11 @@ apertus          <|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 from router.output.json_call import read_call, read_list, read_named_object
 from router.output.reader import Steps, TextReader
-from router.output.writer import Format, OutputWriter
+from router.output.writer import OutputWriter
 
 
 class ListMarkers(NamedTuple):
@@ -35,13 +34,8 @@ NEMOTRON = ListMarkers(("<TOOLCALL>",), ("</TOOLCALL>",))
 APERTUS = ListMarkers(("<|tools_prefix|>",), ("<|tools_suffix|>",), keyed=True)
 
 
-def marked_list(markers: ListMarkers) -> Format:
-    """The format of lists behind these markers."""
-    return partial(_read, markers=markers)
-
-
-def _read(reader: TextReader, writer: OutputWriter, *, markers: ListMarkers) -> Steps[None]:
-    """Content and lists in any order. A single call without a list is read, too."""
+def read_marked(markers: ListMarkers, reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and lists behind these markers, in any order. A single call without a list is read, too."""
     read_one = read_named_object if markers.keyed else read_call
     while (start := (yield from reader.until(markers.starts, writer.content))) is not None:
         opening = start + (yield from reader.skip_space())

@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 
-from router.output.json_call import read_arguments, read_call, read_list
+from router.output.json_call import read_call, read_headed_call, read_list
 from router.output.reader import Malformed, Steps, TextReader
 from router.output.writer import OutputWriter
 
@@ -27,20 +27,13 @@ def read_mistral(reader: TextReader, writer: OutputWriter) -> Steps[None]:
         opening = START + (yield from reader.skip_space())
         if (yield from reader.accept("[")):
             yield from read_list(reader, writer, opening + "[")
-        elif not (yield from read_call(reader, writer)) and not (yield from _read_named(reader, writer)):
+        elif not (
+            (yield from read_call(reader, writer)) or (yield from read_headed_call(reader, writer, _head(reader)))
+        ):
             writer.content(opening)
 
 
-def _read_named(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
-    name = yield from reader.attempt(_name(reader))
-    if name is None:
-        return False
-    writer.call(name)
-    yield from read_arguments(reader, writer)
-    return True
-
-
-def _name(reader: TextReader) -> Steps[str]:
+def _head(reader: TextReader) -> Steps[tuple[str, None]]:
     """A call up to its arguments: the function's name. Raises: Malformed."""
     name = yield from reader.take_until(_NOT_NAME)
     yield from reader.skip_space()
@@ -50,4 +43,4 @@ def _name(reader: TextReader) -> Steps[str]:
     yield from reader.skip_space()
     if not name or (yield from reader.peek()) != "{":
         raise Malformed
-    return name
+    return name, None

@@ -6,9 +6,9 @@ A text may be a string as it stands, or JSON: the schema of the parameter decide
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
+from router.output.json_values import elements, listed_values, referred_schema, types_of
 from router.output.python_literal import literal_json
 
 STRINGS_ONLY = frozenset({"string"})
@@ -26,7 +26,7 @@ def value_json(text: str, schema: Any, root: Any) -> str:
     """
     kinds = allowed_kinds(schema, root)
     as_string = json.dumps(text, ensure_ascii=False)
-    if kinds == STRINGS_ONLY or text in _constants(schema, root):
+    if kinds == STRINGS_ONLY or text in (listed_values(referred_schema(schema, root)) or ()):
         return as_string
     try:
         found = _json_or_literal(text.strip(), kinds)
@@ -65,36 +65,13 @@ def allowed_kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
         return ALL_KINDS
     kinds = ALL_KINDS
     if "type" in found:
-        named: Any = found["type"]
-        kinds &= frozenset(cast("list[str]", named) if isinstance(named, list) else [str(named)])
-    constants = [found["const"]] if "const" in found else found.get("enum")
-    if isinstance(constants, list):
-        kinds &= {_kind_of(json.dumps(each)) for each in cast("list[Any]", constants)}
+        kinds &= set(map(str, types_of(found, "")))
+    constants = listed_values(found)
+    if constants is not None:
+        kinds &= {_kind_of(json.dumps(each)) for each in constants}
     for key in ("anyOf", "oneOf"):
         if isinstance(found.get(key), list):
             kinds &= frozenset().union(*(allowed_kinds(each, root, depth + 1) for each in found[key]))
-    for each in found["allOf"] if isinstance(found.get("allOf"), list) else ():
+    for each in elements(found.get("allOf")):
         kinds &= allowed_kinds(each, root, depth + 1)
     return kinds
-
-
-def _constants(schema: Any, root: Any) -> Iterator[str]:
-    """The strings that a schema lists."""
-    found = referred_schema(schema, root)
-    listed: Any = found.get("enum")
-    for each in cast("list[Any]", listed) if isinstance(listed, list) else ():
-        if isinstance(each, str):
-            yield each
-    if isinstance(found.get("const"), str):
-        yield found["const"]
-
-
-def referred_schema(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
-    found: Any = schema
-    path = cast("dict[str, Any]", found).get("$ref") if isinstance(found, dict) else None
-    if isinstance(path, str):
-        found = root
-        for part in path.removeprefix("#").strip("/").split("/") if path != "#" else ():
-            found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from router.output.python_literal import literal_json
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import Format, OutputWriter
+from router.output.writer import OutputWriter
 
 START, END = "<|python_start|>", "<|python_end|>"
 OLMO3_START, OLMO3_END = "<function_calls>", "</function_calls>"
@@ -24,21 +24,17 @@ _SPECIAL = re.compile(r"""["'()\[\]{},]""")
 _STRING_END = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 
-def pythonic(names: Container[str]) -> Format:
-    """The format, for a request with functions of these names."""
-
-    def read(reader: TextReader, writer: OutputWriter) -> Steps[None]:
-        lead = yield from reader.skip_space()
-        while True:
-            if (yield from reader.accept(START)):
-                lead += START + (yield from reader.skip_space())
-            yield from _read_list(reader, writer, names, lead)
-            yield from reader.accept(END)
-            if (yield from reader.until((START,), writer.content)) is None:
-                return
-            lead = START + (yield from reader.skip_space())
-
-    return read
+def read_pythonic(names: Container[str], reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and lists of calls of the functions `names`, in any order."""
+    lead = yield from reader.skip_space()
+    while True:
+        if (yield from reader.accept(START)):
+            lead += START + (yield from reader.skip_space())
+        yield from _read_list(reader, writer, names, lead)
+        yield from reader.accept(END)
+        if (yield from reader.until((START,), writer.content)) is None:
+            return
+        lead = START + (yield from reader.skip_space())
 
 
 def _read_list(reader: TextReader, writer: OutputWriter, names: Container[str], lead: str) -> Steps[None]:
@@ -60,26 +56,22 @@ def _read_list(reader: TextReader, writer: OutputWriter, names: Container[str], 
         writer.content(lead)
 
 
-def olmo3(names: Container[str]) -> Format:
-    """OLMo 3's format, for a request with functions of these names."""
-
-    def read(reader: TextReader, writer: OutputWriter) -> Steps[None]:
-        while (yield from reader.until((OLMO3_START,), writer.content)) is not None:
-            lead = OLMO3_START
-            try:
-                while True:
-                    reader.mark()
-                    yield from _read_call(reader, writer, names)
-                    lead = ""
-            except Malformed:
-                reader.rewind()
-            lead += yield from reader.skip_space()
-            if lead.isspace() or not lead:
-                yield from reader.accept(OLMO3_END)
-            else:
-                writer.content(lead)
-
-    return read
+def read_olmo3(names: Container[str], reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and calls of the functions `names` in OLMo 3's format, in any order."""
+    while (yield from reader.until((OLMO3_START,), writer.content)) is not None:
+        lead = OLMO3_START
+        try:
+            while True:
+                reader.mark()
+                yield from _read_call(reader, writer, names)
+                lead = ""
+        except Malformed:
+            reader.rewind()
+        lead += yield from reader.skip_space()
+        if lead.isspace() or not lead:
+            yield from reader.accept(OLMO3_END)
+        else:
+            writer.content(lead)
 
 
 def _read_call(reader: TextReader, writer: OutputWriter, names: Container[str]) -> Steps[None]:

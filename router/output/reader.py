@@ -113,10 +113,7 @@ class TextReader:
         return True
 
     def expect(self, literal: str) -> Steps[None]:
-        """Read `literal`.
-
-        Raises: Malformed when something else comes next.
-        """
+        """Read `literal`. Raises: Malformed when something else comes next."""
         if not (yield from self.accept(literal)):
             raise Malformed
 
@@ -168,17 +165,6 @@ class TextReader:
                     first, found = at, None
                 at = text.find(marker[0], at + 1, first)
         return first, found
-
-    def text_until(self, markers: tuple[str, ...]) -> Steps[tuple[str, str]]:
-        """The text before the first of `markers`, and the marker.
-
-        Raises: Malformed when the text ends before.
-        """
-        parts: list[str] = []
-        marker = yield from self.until(markers, parts.append)
-        if marker is None:
-            raise Malformed
-        return "".join(parts), marker
 
     def json_value(self, emit: Emit) -> Steps[None]:
         """Read one JSON value and pass it to `emit` as it is written. Only brackets and strings are checked, so that a

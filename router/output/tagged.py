@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from router.output.parameter_value import STRINGS_ONLY, allowed_kinds, referred_schema, value_json
+from router.output.json_values import members, referred_schema
+from router.output.parameter_value import STRINGS_ONLY, allowed_kinds, value_json
 from router.output.reader import Malformed, Steps, TextReader
-from router.output.writer import Format, Functions, OutputWriter
+from router.output.writer import Functions, OutputWriter
 
 _NAME_END = re.compile(r"[\s<>\"]")
 _KEY_END = re.compile(r"[<>\"\n]")
@@ -45,27 +45,15 @@ QWEN3_CODER = Tags(
     "<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", (">",), "</parameter>", True
 )
 SEED_OSS = QWEN3_CODER._replace(start="<seed:tool_call>", end="</seed:tool_call>", line_breaks=False)
+_START, _END = "<minimax:tool_call>", "</minimax:tool_call>"
 MINIMAX_M2 = Tags(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    '<invoke name="',
-    '">',
-    "</invoke>",
-    '<parameter name="',
-    ('">',),
-    "</parameter>",
-    several=True,
+    _START, _END, '<invoke name="', '">', "</invoke>", '<parameter name="', ('">',), "</parameter>", several=True
 )
 GLM45 = Tags("<tool_call>", "</tool_call>", "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>")
 
 
-def tagged(tags: Tags, functions: Functions) -> Format:
-    """The format, for a request with these functions."""
-    return partial(_read, tags=tags, functions=functions)
-
-
-def _read(reader: TextReader, writer: OutputWriter, *, tags: Tags, functions: Functions) -> Steps[None]:
-    """Content and calls in any order."""
+def read_tagged(tags: Tags, functions: Functions, reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and calls in any order, for a request with these functions."""
     while (yield from reader.until((tags.start,), writer.content)) is not None:
         opening = tags.start
         while True:
@@ -119,8 +107,7 @@ def _read_arguments(
     reader: TextReader, writer: OutputWriter, tags: Tags, parameters: dict[str, Any] | None
 ) -> Steps[None]:
     """Read all parameters, as one JSON object. Arguments that the end of the text cuts off stay so."""
-    listed = referred_schema(parameters, parameters).get("properties")
-    schemas = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+    schemas = members(referred_schema(parameters, parameters).get("properties"))
     before = "{"
     while (yield from reader.accept(tags.before_key)):
         key = (yield from reader.take_until(_KEY_END)).strip()

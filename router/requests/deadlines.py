@@ -12,7 +12,7 @@ _Key = TypeVar("_Key")
 class Deadlines(Generic[_Key]):
     """Calls `late(key)`, which must not raise, `timeout_s` after `add(key)` unless `remove(key)` came first."""
 
-    def __init__(self, timeout_s: float, late: Callable[[_Key], None]) -> None:
+    def __init__(self, timeout_s: float, late: Callable[[_Key], object]) -> None:
         self.timeout_s = timeout_s
         self._late = late
         self._due_s: dict[_Key, float] = {}

@@ -26,7 +26,7 @@ from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
 from router.requests.running_request import RunningRequest
 from router.requests.story import Story
-from router.text.detokenizer import TokenPieces
+from router.text.detokenizer import Detokenizer, TokenPieces
 from router.text.stop_strings import NoText, TextStream
 
 log = logging.getLogger(__name__)
@@ -36,15 +36,14 @@ def text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | NoT
     """The text of a generation's tokens, up to a stop string."""
     if not request.detokenize:
         return NoText()
-    return TextStream(
+    detokenizer = Detokenizer(
         pieces,
-        request.stop,
-        min_tokens=request.engine.sampling.min_tokens,
         skip_special_tokens=request.skip_special_tokens,
-        include_stop=request.include_stop,
         visible=request.visible_tokens,
         prompt_ids=request.engine.prompt_ids,
     )
+    sampling = request.engine.sampling
+    return TextStream(detokenizer, request.stop, min_tokens=sampling.min_tokens, include_stop=request.include_stop)
 
 
 class Generation(RunningRequest[Flow]):

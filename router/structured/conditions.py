@@ -8,19 +8,16 @@ the others are left out: every answer is valid.
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import Any
+
+from router.output.json_values import elements, listed_values, members
 
 Schema = dict[str, Any]
 
 
 def use_unions(schema: Schema) -> None:
     """Replace the conditions of one schema, not those within it, as far as unions can hold them."""
-    unions = [
-        *_of_dependencies(schema),
-        *_of_exclusion(schema),
-        *_of_choice(schema),
-        *_of_if(schema),
-    ]
+    unions = [*_of_dependencies(schema), *_of_exclusion(schema), *_of_choice(schema), *_of_if(schema)]
     if not unions:
         return
     if "anyOf" not in schema and len(unions) == 1:
@@ -35,7 +32,7 @@ def _without(names: list[str]) -> Schema:
 
 def _names(value: Any) -> list[str]:
     """A list of names, without repetitions; empty if it is none."""
-    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    listed = elements(value)
     return list(dict.fromkeys(listed)) if all(isinstance(each, str) for each in listed) else []
 
 
@@ -43,8 +40,7 @@ def _of_dependencies(schema: Schema) -> list[list[Schema]]:
     """`dependentRequired`, and draft 7's `dependencies` of names."""
     unions: list[list[Schema]] = []
     for key in ("dependentRequired", "dependencies"):
-        found = schema.get(key)
-        needed = cast("Schema", found) if isinstance(found, dict) else {}
+        needed = members(schema.get(key))
         if needed and all(_names(names) for names in needed.values()):
             del schema[key]
             unions += [[_without([name]), {"required": _names([name, *names])}] for name, names in needed.items()]
@@ -53,7 +49,7 @@ def _of_dependencies(schema: Schema) -> list[list[Schema]]:
 
 def _of_exclusion(schema: Schema) -> list[list[Schema]]:
     """`not` of required properties: one of them is missing."""
-    names = _names(schema["not"].get("required")) if isinstance(schema.get("not"), dict) else []
+    names = _names(members(schema.get("not")).get("required"))
     if not names or len(schema["not"]) > 1:
         return []
     del schema["not"]
@@ -62,16 +58,11 @@ def _of_exclusion(schema: Schema) -> list[list[Schema]]:
 
 def _of_choice(schema: Schema) -> list[list[Schema]]:
     """`oneOf` of required properties: those of one branch, and for every other branch one that it requires is missing."""
-    branches: Any = schema.get("oneOf")
-    if not isinstance(branches, list) or len(cast("list[Any]", branches)) < 2:
+    branches = [members(branch) for branch in elements(schema.get("oneOf"))]
+    required = [_names(branch["required"]) if branch.keys() == {"required"} else [] for branch in branches]
+    if len(required) < 2 or not all(required):
         return []
-    required: list[list[str]] = []
-    for branch in cast("list[Any]", branches):
-        only = isinstance(branch, dict) and cast("Schema", branch).keys() == {"required"}
-        required.append(_names(branch["required"]) if only else [])
-    if not all(required) or any(
-        set(names) <= set(more) for names in required for more in required if names is not more
-    ):
+    if any(set(names) <= set(more) for names in required for more in required if names is not more):
         return []
     del schema["oneOf"]
     union: list[Schema] = []
@@ -83,51 +74,42 @@ def _of_choice(schema: Schema) -> list[list[Schema]]:
 
 def _of_if(schema: Schema) -> list[list[Schema]]:
     """`if` a property has a constant, `then` and `else`: where the property's other values are listed. It is required then."""
-    condition, then, otherwise = schema.get("if"), schema.get("then", {}), schema.get("else", {})
-    found = _tested(condition)
-    listed = schema.get("properties")
-    if found is None or not isinstance(listed, dict) or not isinstance(then, dict) or not isinstance(otherwise, dict):
+    then, otherwise = schema.get("then", {}), schema.get("else", {})
+    found = _tested(members(schema.get("if")))
+    if found is None or not isinstance(then, dict) or not isinstance(otherwise, dict):
         return []
     name, values = found
-    all_values = _values(cast("Schema", listed).get(name))
+    all_values = _values(members(schema.get("properties")).get(name))
     others = [each for each in all_values if json.dumps(each) not in map(json.dumps, values)]
     if not all_values:
         return []
     for key in ("if", "then", "else"):
         schema.pop(key, None)
-    branches = [(values, cast("Schema", then)), (others, cast("Schema", otherwise))]
+    branches = [(values, members(then)), (others, members(otherwise))]
     return [[_tagged(branch, name, enum) for enum, branch in branches if enum]]
 
 
-def _tested(condition: Any) -> tuple[str, list[Any]] | None:
+def _tested(condition: Schema) -> tuple[str, list[Any]] | None:
     """The one property that a condition is about, and its values."""
-    fields = cast("Schema", condition) if isinstance(condition, dict) else {}
-    listed = fields.get("properties")
-    if (
-        not isinstance(listed, dict)
-        or len(cast("Schema", listed)) != 1
-        or not fields.keys() <= {"properties", "required"}
-    ):
+    listed = members(condition.get("properties"))
+    if len(listed) != 1 or not condition.keys() <= {"properties", "required"}:
         return None
-    [(name, tested)] = cast("Schema", listed).items()
+    [(name, tested)] = listed.items()
     values = _values(tested)
-    return (name, values) if values and _names(fields.get("required", [name])) == [name] else None
+    return (name, values) if values and _names(condition.get("required", [name])) == [name] else None
 
 
 def _values(schema: Any) -> list[Any]:
     """All values that a schema of a property lists."""
-    fields = cast("Schema", schema) if isinstance(schema, dict) else {}
-    if "const" in fields:
-        return [fields["const"]]
-    if fields.get("type") == "boolean" and "enum" not in fields:
+    fields = members(schema)
+    if fields.get("type") == "boolean" and fields.keys().isdisjoint(("const", "enum")):
         return [True, False]
-    return list(cast("list[Any]", fields["enum"])) if isinstance(fields.get("enum"), list) else []
+    return listed_values(fields) or []
 
 
 def _tagged(branch: Schema, name: str, values: list[Any]) -> Schema:
     """The branch, for objects with one of these values."""
-    listed = branch.get("properties")
-    own = cast("Schema", listed) if isinstance(listed, dict) else {}
+    own = members(branch.get("properties"))
     limited = {"allOf": [own[name], {"enum": values}]} if name in own else {"enum": values}
     required = list(dict.fromkeys([*_names(branch.get("required")), name]))
     return {**branch, "properties": {**own, name: limited}, "required": required}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any, cast
+from typing import Any
 
 from common.engine.grammar.compile import MAX_SOURCE_CHARS
+from router.output.json_values import elements, members, referred_schema
 from router.structured.conditions import use_unions
 from router.structured.patterns import without_look_ahead
 
@@ -77,14 +78,14 @@ class Equivalents:
     def _list_named(self, schema: Schema) -> None:
         """List the properties of an object whose names are enumerated, or say their pattern."""
         given = schema["propertyNames"]
-        described = referred(given, self._root)
+        described = referred_schema(given, self._root)
         pattern = _pattern_of_names(described) if described is given or len(given) == 1 else None
         if pattern is not None:
             del schema["propertyNames"]
             schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
             schema["additionalProperties"] = False
             return
-        names: list[Any] = described["enum"] if isinstance(described.get("enum"), list) else []
+        names = elements(described.get("enum"))
         if not described.keys() <= _OF_NAMES or not names or not all(isinstance(name, str) for name in names):
             return
         if described is not given and len(given) > 1:  # what is beside the `$ref` may limit the names further
@@ -120,23 +121,12 @@ def _use_patterns(schema: Schema) -> None:
 
 def _use_format(schema: Schema) -> None:
     """Replace a format by what means the same; drop one that any string has, or that is none of JSON Schema's and said by a pattern, too."""
-    kind, further = schema.get("format"), schema.get("allOf")
+    kind = schema.get("format")
     if isinstance(kind, str) and kind in _EQUAL_TO_FORMATS and isinstance(schema.setdefault("allOf", []), list):
         del schema["format"]
         schema["allOf"].append(copy.deepcopy(_EQUAL_TO_FORMATS[kind]))
         return
     if not isinstance(kind, str) or kind in _FORMATS:
         return
-    parts = [schema, *(cast("list[Any]", further) if isinstance(further, list) else [])]
-    if kind in _ANY_TEXT or any(isinstance(part, dict) and "pattern" in part for part in parts):
+    if kind in _ANY_TEXT or any("pattern" in members(part) for part in (schema, *elements(schema.get("allOf")))):
         del schema["format"]
-
-
-def referred(schema: Any, root: Schema) -> Schema:
-    """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
-    path = cast("Schema", schema).get("$ref") if isinstance(schema, dict) else None
-    if isinstance(path, str):
-        schema = root
-        for part in path.removeprefix("#/").split("/"):
-            schema = cast("Schema", schema).get(part) if isinstance(schema, dict) else None
-    return cast("Schema", schema) if isinstance(schema, dict) else {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import LIMITS, MAX_SOURCE_CHARS
-from router.structured.equivalents import Equivalents, referred
+from router.output.json_values import elements, members, referred_schema, types_of
+from router.structured.equivalents import Equivalents
 from router.structured.number_bounds import hold_numbers
 from router.structured.relaxed import Relaxed
 
@@ -75,10 +76,9 @@ def without_further_properties(schema: Schema) -> Schema:
     closed: Schema = {}
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            named = cast("dict[str, Any]", value)
-            closed[key] = {name: _closed(each) for name, each in named.items()}
+            closed[key] = {name: _closed(each) for name, each in members(value).items()}
         elif key in _SCHEMAS and isinstance(value, list):
-            closed[key] = [_closed(each) for each in cast("list[Any]", value)]
+            closed[key] = [_closed(each) for each in elements(value)]
         else:
             closed[key] = _closed(value) if key in _SCHEMA else value
     if "properties" in schema:
@@ -87,7 +87,7 @@ def without_further_properties(schema: Schema) -> Schema:
 
 
 def _closed(value: Any) -> Any:
-    return without_further_properties(cast("Schema", value)) if isinstance(value, dict) else value
+    return without_further_properties(members(value)) if isinstance(value, dict) else value
 
 
 def _options(whitespace: str | None, escapes: str) -> JsonCompileOptions:
@@ -111,7 +111,7 @@ def _checked(schema: Schema, whitespace: str | None, relaxed: Relaxed | None) ->
         if depth > MAX_SCHEMA_DEPTH:
             raise BadRequest(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
         if isinstance(node, dict):
-            found = cast("Schema", node)
+            found = members(node)
             if "anyOf" not in found and unions.are_told_apart(found.get("oneOf")):
                 _admit_any_branch(found, schema)
             equivalents.use(found)
@@ -124,8 +124,7 @@ def _checked(schema: Schema, whitespace: str | None, relaxed: Relaxed | None) ->
                 _add_pattern(found, _REAL_DAYS)
             if isinstance(found.get("pattern"), str):
                 found["pattern"] = _NEGATED.sub(_without_nul, found["pattern"])
-            if isinstance(named := found.get("patternProperties"), dict):
-                patterns = cast("dict[str, Any]", named)
+            if patterns := members(found.get("patternProperties")):
                 found["patternProperties"] = {_NEGATED.sub(_without_nul, key): each for key, each in patterns.items()}
             stack += [(each, depth + 1) for each in _subschemas(found)]
     options = _options(whitespace, _ESCAPES if one_spelling and not _CONTROL.search(text) else _ESCAPES + "u")
@@ -172,9 +171,7 @@ class _Unions:
         """Whether a property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions; it is
         required then, also where it has a default. llguidance does not see it through a `$ref`.
         """
-        if not isinstance(branches, list):
-            return False
-        found = [referred(branch, self._root) for branch in cast("list[Any]", branches)]
+        found = [referred_schema(branch, self._root) for branch in elements(branches)]
         key = frozenset(map(id, found))
         if not key or len(key) < len(found):
             return False
@@ -186,9 +183,10 @@ class _Unions:
         found = [self._constants_of(branch) for branch in branches]
         names = sorted(set(found[0]).intersection(*found[1:]))
         tags = [name for name in names if len({constants[name] for constants in found}) == len(found)]
-        if tags and not any(all(tag in _required(branch) for branch in branches) for tag in tags):
+        if tags and not any(all(tag in elements(branch.get("required")) for branch in branches) for tag in tags):
             for branch in branches:
-                branch["required"] = [*_required(branch), *({tags[0]} - {*_required(branch)})]
+                required = elements(branch.get("required"))
+                branch["required"] = [*required, *({tags[0]} - {*required})]
         return bool(tags)
 
     def _constants_of(self, branch: Schema) -> dict[str, str]:
@@ -200,10 +198,9 @@ class _Unions:
 def _admit_any_branch(schema: Schema, root: Schema) -> None:
     """Turn a `oneOf` whose branches exclude each other into `anyOf`. A value that is no object matches every branch that does
     not name its type, and so more than one: only objects remain then."""
-    branches = [referred(branch, root) for branch in schema["oneOf"]]
-    kinds = schema.get("type", "object")
+    branches = [referred_schema(branch, root) for branch in schema["oneOf"]]
     if len(branches) > 1 and any(branch.get("type") != "object" for branch in branches):
-        if "object" not in (cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]):
+        if "object" not in types_of(schema, "object"):
             return
         schema["type"] = "object"
     schema["anyOf"] = schema.pop("oneOf")
@@ -211,29 +208,15 @@ def _admit_any_branch(schema: Schema, root: Schema) -> None:
 
 def _constants(schema: Schema) -> dict[str, str]:
     """The properties that are constants."""
-    properties = schema.get("properties")
-    named = cast("dict[str, Any]", properties).items() if isinstance(properties, dict) else ()
-    return {name: each["const"] for name, each in named if _is_constant(each)}
-
-
-def _required(schema: Schema) -> list[Any]:
-    required = schema.get("required")
-    return cast("list[Any]", required) if isinstance(required, list) else []
-
-
-def _is_constant(schema: Any) -> bool:
-    return isinstance(schema, dict) and isinstance(cast("Schema", schema).get("const"), str)
+    named = members(schema.get("properties")).items()
+    return {name: each["const"] for name, each in named if isinstance(members(each).get("const"), str)}
 
 
 def _subschemas(schema: Schema) -> Iterator[Any]:
     for key in _NAMED_SCHEMAS:
-        named = schema.get(key)
-        if isinstance(named, dict):
-            yield from cast("dict[str, Any]", named).values()
+        yield from members(schema.get(key)).values()
     for key in _SCHEMAS:
-        listed = schema.get(key)
-        if isinstance(listed, list):
-            yield from cast("list[Any]", listed)
+        yield from elements(schema.get(key))
     for key in _SCHEMA:
         if key in schema:
             yield schema[key]
@@ -259,5 +242,4 @@ def _most_required(schema: Schema) -> int | None:
     """The largest `minProperties` that can be held: a further property that occurs twice would be counted twice. None: any."""
     if schema.get("additionalProperties") is False and "patternProperties" not in schema:
         return None
-    required = schema.get("required")
-    return 1 + len(set(map(str, cast("list[Any]", required)))) if isinstance(required, list) else 1
+    return 1 + len(set(map(str, elements(schema.get("required")))))

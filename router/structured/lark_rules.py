@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 ANYTHING = r"(.|\n)*"
+LINE_BREAKS = "/\\n{0,2}/"
+"""What may stand between the reasoning and the answer."""
 
 
 class Vocabulary(NamedTuple):
@@ -38,11 +40,17 @@ class LarkRules:
 
     def text_up_to(self, rule: str, texts: str, marker: str) -> str:
         """A text and the first marker behind it. `texts`: the expression of a terminal."""
-        if self.is_special(marker):
-            self.rules += [f"{rule.upper()}: {texts}", f"{rule}: {rule.upper()} {self.part(marker)}"]
-        else:
-            self.rules += [f"{rule.upper()}: {texts}", f"{rule}[suffix={self.part(marker)}]: {rule.upper()}"]
+        found = f"{rule}: {rule.upper()} {self.part(marker)}"
+        if not self.is_special(marker):
+            found = f"{rule}[suffix={self.part(marker)}]: {rule.upper()}"
+        self.rules += [f"{rule.upper()}: {texts}", found]
         return rule
+
+
+def with_grammar(lark: str, name: str, source: str) -> str:
+    """The grammar `lark`, whose rules use the grammar `source` as `@name`. `source`: Lark, or llguidance's list of one grammar."""
+    inner = json.loads(source)["grammars"][0] if source.lstrip().startswith("{") else {"lark_grammar": source}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**inner, "name": name}]}, ensure_ascii=False)
 
 
 def regex(pattern: str) -> str:

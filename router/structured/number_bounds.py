@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 from common.base.errors import BadRequest
+from router.output.json_values import elements, members
 
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
@@ -42,11 +43,8 @@ def _check_constants(keyword: str, value: Any) -> None:
     stack: list[Any] = [value]
     while stack:
         node = stack.pop()
-        if isinstance(node, dict):
-            stack += cast("dict[str, Any]", node).values()
-        elif isinstance(node, list):
-            stack += cast("list[Any]", node)
-        elif _is_number(node) and (abs(node) >= _END or float(node) != node):
+        stack += [*members(node).values(), *elements(node)]
+        if _is_number(node) and (abs(node) >= _END or float(node) != node):
             limit = "2^63" if abs(node) >= _END else "2^53"
             raise BadRequest(
                 f"the schema's keyword {keyword} is not supported with {str(node)[:40]}, which is beyond {limit}"

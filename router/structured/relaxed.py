@@ -6,9 +6,10 @@ A client that asks for `strict` gets a refusal instead, by name (`router.structu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from common.base.errors import BadRequest
+from router.output.json_values import members, types_of
 from router.structured.number_bounds import hold_numbers
 from router.structured.patterns import is_supported
 
@@ -58,12 +59,13 @@ class Relaxed:
             del schema[key]
         self.note(key for key in found if _SILENT.get(key) is None or _SILENT[key] not in found)
         schema.pop("$dynamicAnchor", None)
-        if "format" in schema and schema["format"] not in FORMATS and _may_be_text(schema):
+        if "format" in schema and schema["format"] not in FORMATS and "string" in types_of(schema, "string"):
             self._leave_out(schema, "format")
         if isinstance(schema.get("pattern"), str) and not is_supported(schema["pattern"]):
             self._leave_out(schema, "pattern")
         self._relax_names(schema)
-        if largest_minimum is not None and _number(schema.get("minProperties")) > largest_minimum:
+        least = schema.get("minProperties")
+        if largest_minimum is not None and isinstance(least, int) and least > largest_minimum:
             schema["minProperties"] = largest_minimum
             self.note(["minProperties"])
         if "required" in schema and not isinstance(schema["required"], list):
@@ -74,9 +76,7 @@ class Relaxed:
 
     def _relax_names(self, schema: Schema) -> None:
         """Further names may have any value where the pattern of some is not held."""
-        named = schema.get("patternProperties")
-        patterns = cast("Schema", named) if isinstance(named, dict) else {}
-        if patterns and not all(map(is_supported, patterns)):
+        if not all(map(is_supported, members(schema.get("patternProperties")))):
             self._leave_out(schema, "patternProperties")
             schema.pop("additionalProperties", None)
 
@@ -96,12 +96,3 @@ def _is_held(key: str, value: Any) -> bool:
     except BadRequest:
         return False
     return True
-
-
-def _may_be_text(schema: Schema) -> bool:
-    kind = schema.get("type", "string")
-    return "string" in (cast("list[Any]", kind) if isinstance(kind, list) else [kind])
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0

@@ -37,12 +37,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
     if len(choices) > MAX_CHOICES:
         raise BadRequest(f"at most {MAX_CHOICES} choices are allowed")
     _bounded("".join(choices))
-    return "start: " + " | ".join(_literal(choice) for choice in choices)
-
-
-def _literal(text: str) -> str:
-    """A string of Lark."""
-    return _without_controls(json.dumps(text, ensure_ascii=False))
+    return "start: " + " | ".join(_without_controls(json.dumps(choice, ensure_ascii=False)) for choice in choices)
 
 
 def _without_controls(lark: str) -> str:

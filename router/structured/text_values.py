@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from common.base.errors import BadRequest
-from router.output.parameter_value import ALL_KINDS, STRINGS_ONLY, allowed_kinds, referred_schema
+from router.output.json_values import elements, listed_values, members, referred_schema
+from router.output.parameter_value import ALL_KINDS, STRINGS_ONLY, allowed_kinds
+from router.structured.lark_rules import ANYTHING
 from router.structured.patterns import is_supported, without_look_ahead
 from router.structured.relaxed import Relaxed
 
-_ANY = r"(.|\n)*"
 _MAX_DEPTH = 8
-_LOOKS_LIKE_JSON = rf"[-+.0-9\[{{\s\"']{_ANY}|(true|false|null|True|False|None)\s*"
+_LOOKS_LIKE_JSON = rf"[-+.0-9\[{{\s\"']{ANYTHING}|(true|false|null|True|False|None)\s*"
 """Strings that begin so may be read as another value."""
 _FIRST_AND_LAST = re.compile(r"^(\^?)((?:[^\\$^]|\\.|\[\^)*)(\$?)$", re.DOTALL)
 """A pattern whose anchors stand at its ends."""
@@ -39,22 +39,17 @@ def text_value(schema: Any, root: dict[str, Any], closing: str, relaxed: Relaxed
     Raises: BadRequest.
     """
     kinds = allowed_kinds(schema, root)
-    constants = _constants(referred_schema(schema, root))
+    constants = listed_values(referred_schema(schema, root))
     if constants is not None and "string" in kinds:
         texts = [each if isinstance(each, str) else json.dumps(each) for each in constants]
         return TextValue(" | ".join(json.dumps(text, ensure_ascii=False) for text in texts), None)
     words = [json.dumps(value) for value in (True, False, None) if _allows(schema, value, root)]
-    if kinds == ALL_KINDS and not referred_schema(schema, root).keys() - {
-        "title",
-        "description",
-        "default",
-        "examples",
-    }:
-        return TextValue(f"/{_ANY}/ & ~/{_ANY}{_escaped(closing)}{_ANY}/", None)
+    if kinds == ALL_KINDS and referred_schema(schema, root).keys() <= {"title", "description", "default", "examples"}:
+        return TextValue(f"/{ANYTHING}/ & ~/{ANYTHING}{_escaped(closing)}{ANYTHING}/", None)
     if "string" not in kinds:
-        return TextValue(None, schema if isinstance(schema, dict) else {})
+        return TextValue(None, members(schema))
     texts = _Strings(root, relaxed).regex(schema, 0)
-    without = f"{_ANY}{_escaped(closing)}{_ANY}"
+    without = f"{ANYTHING}{_escaped(closing)}{ANYTHING}"
     if kinds == STRINGS_ONLY:
         return TextValue(f"({texts}) & ~/{without}/", None)
     others = sorted(kinds - {"string", "null", "boolean"} - ({"integer"} if "number" in kinds else set()))
@@ -67,16 +62,10 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that a schema lists."""
-    listed: Any = [schema["const"]] if "const" in schema else schema.get("enum")
-    return cast("list[Any]", listed) if isinstance(listed, list) else None
-
-
 def _allows(schema: Any, value: bool | None, root: dict[str, Any], depth: int = 0) -> bool:
     """Whether a schema allows a truth value or null."""
     found = referred_schema(schema, root)
-    constants = _constants(found)
+    constants = listed_values(found)
     if ("null" if value is None else "boolean") not in allowed_kinds(found, root):
         return False
     if depth > _MAX_DEPTH or (constants is not None and not any(each is value for each in constants)):
@@ -97,8 +86,8 @@ class _Strings:
         found = referred_schema(schema, self._root)
         if depth > _MAX_DEPTH:
             self._leave_out("$ref")
-            return f"/{_ANY}/"
-        constants = _constants(found)
+            return f"/{ANYTHING}/"
+        constants = listed_values(found)
         if constants is not None:
             texts = [each for each in constants if isinstance(each, str)]
             return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)})" if texts else "/[^\\s\\S]/"
@@ -111,9 +100,8 @@ class _Strings:
             if isinstance(found.get(key), list):
                 branches = [each for each in found[key] if "string" in allowed_kinds(each, self._root)]
                 terms.append("(" + " | ".join(self.regex(each, depth + 1) for each in branches) + ")")
-        if isinstance(found.get("allOf"), list):
-            terms += [self.regex(each, depth + 1) for each in found["allOf"]]
-        return " & ".join(terms) or f"/{_ANY}/"
+        terms += [self.regex(each, depth + 1) for each in elements(found.get("allOf"))]
+        return " & ".join(terms) or f"/{ANYTHING}/"
 
     def _length(self, schema: Any) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -124,7 +112,7 @@ class _Strings:
         if parts is None or not is_supported(pattern):
             self._leave_out("pattern")
             return ""
-        before, after = "" if parts[1] else _ANY, "" if parts[3] else _ANY
+        before, after = "" if parts[1] else ANYTHING, "" if parts[3] else ANYTHING
         inner = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", parts[2])
         return f"/{before}({inner}){after}/"
 

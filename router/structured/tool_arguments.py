@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import LIMITS, MAX_SOURCE_CHARS
-from router.structured.equivalents import referred
+from router.output.json_values import elements, members, referred_schema, types_of
 from router.structured.json_schema import embedded_schema
 from router.structured.lark_rules import LarkRules
 from router.structured.relaxed import Relaxed
@@ -23,26 +23,11 @@ _NO_KEY = re.compile(r"""[\n<>"]|^\s|\s$|^$""")
 _ANY_KEY = r"[^\n<>\"\s]+"
 _MAX_KEPT_CHARS = 16_384
 """Whether llguidance takes longer schemas is not remembered."""
-_OF_ALL_ARGUMENTS = [
-    "$ref",
-    "$dynamicRef",
-    "$recursiveRef",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "const",
-    "enum",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-    "maxProperties",
-    "unevaluatedProperties",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-]
+_OF_ALL_ARGUMENTS = (
+    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum"),
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+)
 """Keywords of JSON Schema that tie parameters to each other."""
 
 
@@ -107,17 +92,16 @@ class ArgumentRules:
         """`a=1, b="x"`, or tags: the properties in the schema's order."""
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         if "properties" not in schema:  # pydantic refers to models that contain themselves
-            schema = {**shared, **referred(schema, schema)}
+            schema = {**shared, **referred_schema(schema, schema)}
         required = _checked_names(schema, relaxed)
         further = schema.get("additionalProperties")
         between = f"{self._lark.part(keyed.between)} " if keyed.between else ""
         if "properties" not in schema and further is not False:
-            inner = cast("dict[str, Any]", further) if isinstance(further, dict) else {}
-            item = self._any_item(index, shared, inner, keyed, relaxed)
+            item = self._any_item(index, shared, members(further), keyed, relaxed)
             return f"({item} ({between}{item})*)?" if between else f"({item})*"
         may_be_empty, some = True, ""
         """Whether the properties so far may all be missing, and the rule for those that contain one."""
-        for number, (name, value) in enumerate(cast("dict[str, Any]", schema.get("properties") or {}).items()):
+        for number, (name, value) in enumerate(members(schema.get("properties")).items()):
             if value is False and name not in required:
                 continue
             if value is False:
@@ -141,7 +125,7 @@ class ArgumentRules:
     def _item(
         self, number: str, name: str, shared: dict[str, Any], value: Any, keyed: Keyed, relaxed: Relaxed | None
     ) -> str:
-        inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        inner = members(value)
         if not keyed.tags:
             rule = self._json(f"value_{number}", {**shared, **inner}, relaxed)
             return f"{json.dumps(f'{name}=', ensure_ascii=False)} {rule}"
@@ -189,8 +173,7 @@ def object_schema(function: Schema) -> dict[str, Any]:
     schema = function.parameters
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    kind = schema.get("type", "object")
-    if "object" not in (cast("list[Any]", kind) if isinstance(kind, list) else [kind]):
+    if "object" not in types_of(schema, "object"):
         raise BadRequest(f"the parameters of {function.name} must be of type object", param="tools")
     return {**schema, "type": "object"}
 
@@ -201,18 +184,15 @@ def _checked_names(schema: dict[str, Any], relaxed: Relaxed | None) -> list[str]
     required: Any = schema.get("required") or []
     if not isinstance(listed, dict) or not isinstance(required, list):
         raise BadRequest("a function's parameters: properties must be an object, and required a list", param="tools")
-    for name in cast("list[Any]", required):
+    for name in elements(required):
         if not isinstance(name, str) or name not in listed:
             raise BadRequest(f"this model's format needs the required {str(name)[:100]!r} in properties", param="tools")
     found = [key for key in _OF_ALL_ARGUMENTS if key in schema]
     found += ["$ref"] if '"$ref": "#"' in json.dumps(schema) else []
     if found and relaxed is None:
-        what = (
-            "a $ref to all parameters"
-            if found == ["$ref"] and "$ref" not in schema
-            else f"{found[0]} of all parameters"
-        )
+        within = found == ["$ref"] and "$ref" not in schema
+        what = "a $ref to all parameters" if within else f"{found[0]} of all parameters"
         raise BadRequest(f"this model's format cannot hold {what}", param="tools")
     if relaxed is not None:
         relaxed.note(found)
-    return cast("list[str]", required)
+    return elements(required)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from enum import Enum, auto
 
 from router.output import harmony, mistral
 from router.output.reasoning import ReasoningTags
-from router.structured.lark_rules import ANYTHING, LarkRules, Vocabulary, regex
+from router.structured.lark_rules import ANYTHING, LINE_BREAKS, LarkRules, Vocabulary, regex, with_grammar
 from router.structured.relaxed import Relaxed
 from router.structured.tool_arguments import ArgumentRules, Schema
 from router.structured.tool_markup import ARGUMENTS, MARKUP, NAME, NUMBER, SPACE, UNMARKED, Markup, Unmarked
 
 _MAX_CALLS = 32
 _OTHERWISE = "otherwise"
-_LINE_BREAKS = "/\\n{0,2}/"
-
-
-class Before(Enum):
-    """What the answer has before the calls."""
-
-    NOTHING = auto()
-    LINE_BREAKS = auto()
-    """The grammar begins behind the reasoning."""
-    REASONING = auto()
-    """Reasoning, if the model opens it."""
-    REST_OF_REASONING = auto()
-    """The prompt opened it."""
 
 
 def tool_grammar(
@@ -40,14 +25,14 @@ def tool_grammar(
     forced: bool = True,
     otherwise: str = "",
     tags: ReasoningTags | None = None,
-    before: Before = Before.NOTHING,
+    prompt: str = "",
     relaxed: Relaxed | None = None,
 ) -> str:
     """The source of a grammar under which the model calls at least one of `functions`, or, unless `forced`, writes any
     text in which all calls are such, or, if there is one, follows the grammar `otherwise` instead.
 
-    `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning. `relaxed`: notes what the grammar does not
-    hold of functions that are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
+    `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning, which may precede the calls; the end of
+    `prompt`, the rendered text, says whether it has begun. `relaxed`: notes what the grammar does not hold of functions that are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
     Raises: BadRequest for schemas of strict functions that cannot be held.
     """
     if format_name == "mistral" and vocabulary.token_id(mistral.ARGS) is not None:
@@ -61,7 +46,7 @@ def tool_grammar(
     lark.rules.append(f"call: {' | '.join(calls)}")
     single = not parallel or format_name == "openai"
     more = "" if single else f"({lark.parts(markup.between)} call){{0,{_MAX_CALLS - 1}}}"
-    reasoning = lark.analysis() if format_name == "openai" else lark.before(tags, before)
+    reasoning = lark.analysis() if format_name == "openai" else lark.reasoning(tags, prompt)
     called = f"call {more} {lark.parts(markup.close)}"
     if otherwise:
         final = lark.final() if format_name == "openai" else ""
@@ -79,19 +64,14 @@ def tool_grammar(
     else:
         answer = f"({lark.text_before(markup.open[0])} {lark.parts(markup.open[1:])} {called} | OTHER_TEXT)"
     source = "\n".join([f"start: {reasoning} {answer}", *lark.rules, ""])
-    return _joined(source, otherwise) if otherwise else source
+    return with_grammar(source, _OTHERWISE, otherwise) if otherwise else source
 
 
 def final_grammar(answer: str, vocabulary: Vocabulary) -> str:
     """The source of a grammar under which gpt-oss may reason first and then follows the grammar `answer` on its final channel."""
     lark = _Lark(vocabulary)
-    return _joined("\n".join([f"start: {lark.analysis()} {lark.final()} @{_OTHERWISE}", *lark.rules, ""]), answer)
-
-
-def _joined(lark: str, otherwise: str) -> str:
-    """Two grammars in one; `otherwise` is Lark or llguidance's list of one grammar."""
-    other = json.loads(otherwise)["grammars"][0] if otherwise.startswith("{") else {"lark_grammar": otherwise}
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**other, "name": _OTHERWISE}]})
+    source = "\n".join([f"start: {lark.analysis()} {lark.final()} @{_OTHERWISE}", *lark.rules, ""])
+    return with_grammar(source, _OTHERWISE, answer)
 
 
 class _Lark(LarkRules):
@@ -115,7 +95,7 @@ class _Lark(LarkRules):
         `not_as`: a regular expression; no text may begin so.
         """
         text = regex(ANYTHING) + (f" & ~{regex(SPACE + not_as + ANYTHING)}" if not_as else "")
-        if self._vocabulary.grammar_id(marker) is not None:
+        if self.is_special(marker):
             self.rules.append(f"OTHER_TEXT: {text}")
             return f"OTHER_TEXT {self.part(marker)}"
         anywhere = regex(ANYTHING + re.escape(marker) + ANYTHING)
@@ -144,19 +124,20 @@ class _Lark(LarkRules):
         opening = self.parts((harmony.CHANNEL, channel, harmony.MESSAGE))
         return f"{opening} /(.|\\n)*/ {self.parts((harmony.END, harmony.START, 'assistant'))}"
 
-    def before(self, tags: ReasoningTags | None, before: Before) -> str:
-        """Reasoning between tags."""
-        if tags is None or before is Before.NOTHING:
+    def reasoning(self, tags: ReasoningTags | None, prompt: str) -> str:
+        """Reasoning between tags. Behind a prompt that has opened it, the grammar begins at the token that closes it, if one does."""
+        if tags is None or tags.closed_by(prompt):
             return ""
-        if before is Before.LINE_BREAKS:
-            return _LINE_BREAKS
-        if self._vocabulary.grammar_id(tags.close) is None:
-            self.rules.append(f"thoughts[suffix={self.part(tags.close)}]: /(.|\\n)*/")
-        else:
+        opened = tags.opened_by(prompt)
+        if opened and self._vocabulary.token_id(tags.close) is not None:
+            return LINE_BREAKS
+        if self.is_special(tags.close):
             self.rules.append(f"thoughts: /(.|\\n)*/ {self.part(tags.close)}")
-        if before is Before.REST_OF_REASONING:
-            return f"thoughts {_LINE_BREAKS}"
-        return f"({self.part(tags.open)} thoughts {_LINE_BREAKS})?"
+        else:
+            self.rules.append(f"thoughts[suffix={self.part(tags.close)}]: /(.|\\n)*/")
+        if opened:
+            return f"thoughts {LINE_BREAKS}"
+        return f"({self.part(tags.open)} thoughts {LINE_BREAKS})?"
 
 
 def _any_of(names: Sequence[str]) -> str:

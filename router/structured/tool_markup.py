@@ -16,7 +16,6 @@ NAME = "\1"
 """Placeholder of a function's name."""
 NUMBER = "\2"
 """Placeholder of the call's number."""
-LINE_BREAK = "\n"
 
 
 class Keyed(NamedTuple):
@@ -42,6 +41,7 @@ class Markup(NamedTuple):
 
 
 _JSON_CALL = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
+_DEEPSEEK_V3 = (deepseek.CALL_BEGIN, "function", deepseek.SEPARATOR)
 _PYTHON_CALL = (NAME, "(", ARGUMENTS, ")")
 _PYTHON = Keyed((), ("=",), (), ", ", tags=False)
 
@@ -84,16 +84,7 @@ MARKUP = {
     "mistral_args": Markup((mistral.START,), (NAME, mistral.ARGS, ARGUMENTS), (mistral.START,)),
     "deepseek_v3": Markup(
         (deepseek.BEGIN,),
-        (
-            deepseek.CALL_BEGIN,
-            "function",
-            deepseek.SEPARATOR,
-            NAME,
-            "\n```json\n",
-            ARGUMENTS,
-            "\n```",
-            deepseek.CALL_END,
-        ),
+        (*_DEEPSEEK_V3, NAME, "\n```json\n", ARGUMENTS, "\n```", deepseek.CALL_END),
         ("\n",),
         (deepseek.END,),
     ),

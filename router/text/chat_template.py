@@ -27,15 +27,7 @@ _DEVELOPER = re.compile(r"""['"]developer['"]""")
 """How a template asks for the role; some have the word in a variable or in what they write."""
 _NULL_CONTENT = re.compile(r"\bcontent['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 # A template is a program: besides jinja's own errors, unexpected messages can make it raise any of these.
-_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -167,8 +159,8 @@ def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with an empty text where it has no content; with arguments of calls that are objects, which templates
     iterate; and with text, reasoning and calls, the text behind the reasoning: gpt-oss's template refuses it elsewhere, and
     shows both as its analysis."""
-    if any(_has_text_arguments(call) for call in message.get("tool_calls") or ()):
-        message = {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
     content, reasoning = message.get("content") or "", message.get("thinking")
     if not (content and reasoning and message.get("tool_calls")):
         return {"content": "", **message}
@@ -177,14 +169,10 @@ def _easier(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """The call; text that is no JSON object, which a model wrote as its arguments, is one argument."""
-    if not _has_text_arguments(call):
+    function = call.get("function", {})
+    if not isinstance(function.get("arguments"), str):
         return call
-    function = call["function"]
     return {**call, "function": {**function, "arguments": JsonText({"arguments": function["arguments"]})}}
-
-
-def _has_text_arguments(call: Mapping[str, Any]) -> bool:
-    return isinstance(call.get("function", {}).get("arguments"), str)
 
 
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:

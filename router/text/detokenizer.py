@@ -16,7 +16,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -28,7 +28,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 Kind = Literal["bytes", "fallback", "text"]
 
 
-@lru_cache(maxsize=1)
+@cache
 def _byte_of_char() -> dict[str, int]:
     """The byte of each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -65,9 +65,12 @@ class TokenPieces:
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        self._bytes_cache: dict[int, bytes] = {}
-        self._alone_cache: dict[int, str] = {}
-        self._raw_bytes = self._find_raw_bytes() if self.kind == "fallback" else {}
+        self.piece = cache(self._piece)
+        """The bytes that a token adds in the middle of a text; they may be part of a character."""
+        self.alone = cache(self._alone)
+        """The text of a sequence of only this token."""
+        self.raw_bytes = self._find_raw_bytes() if self.kind == "fallback" else {}
+        """The byte of each `fallback` token <0xXX>, by token id."""
         self._anchor = self._find_anchor()
 
     def _find_raw_bytes(self) -> dict[int, int]:
@@ -80,30 +83,19 @@ class TokenPieces:
         if self.kind == "bytes":
             return None
         for token_id in range(self._tokenizer.get_vocab_size()):
-            if token_id not in self.special_ids and token_id not in self._raw_bytes and self.alone(token_id).strip():
+            if token_id not in self.special_ids and token_id not in self.raw_bytes and self.alone(token_id).strip():
                 return token_id
         return None
-
-    def raw_byte(self, token_id: int) -> int | None:
-        """The byte of a `fallback` token <0xXX>; None for every other token."""
-        return self._raw_bytes.get(token_id)
 
     def last_ordinary(self, token_ids: Sequence[int]) -> int | None:
         """The last of these that is neither special nor a byte; None if there is none, or if no token depends on it."""
         if self.kind == "bytes":
             return None
-        ordinary = (
-            each for each in reversed(token_ids) if each not in self.special_ids and each not in self._raw_bytes
-        )
+        ordinary = (each for each in reversed(token_ids) if each not in self.special_ids and each not in self.raw_bytes)
         return next(ordinary, None)
 
-    def alone(self, token_id: int) -> str:
-        """The text of a sequence of only this token."""
-        text = self._alone_cache.get(token_id)
-        if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._alone_cache[token_id] = text
-        return text
+    def _alone(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def after(self, previous: int | None, token_id: int) -> str:
         """The text that `token_id` adds to a non-empty text whose last ordinary token is `previous`."""
@@ -112,15 +104,8 @@ class TokenPieces:
             return self.alone(token_id)
         return self._tokenizer.decode([before, token_id], skip_special_tokens=False)[len(self.alone(before)) :]
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes that this token adds in the middle of a text; they may be part of a character."""
-        known = self._bytes_cache.get(token_id)
-        if known is None:
-            known = self._bytes_cache[token_id] = self._make_piece(token_id)
-        return known
-
-    def _make_piece(self, token_id: int) -> bytes:
-        raw = self._raw_bytes.get(token_id)
+    def _piece(self, token_id: int) -> bytes:
+        raw = self.raw_bytes.get(token_id)
         if raw is not None:
             return bytes([raw])
         token = self._tokenizer.id_to_token(token_id)
@@ -160,7 +145,7 @@ class Detokenizer:
         """Bytes of an incomplete character at the end of a run of fallback bytes."""
         self._run_invalid = False
         self._previous = pieces.last_ordinary(prompt_ids)
-        self._begun = self._previous is not None or any(pieces.raw_byte(each) is not None for each in prompt_ids)
+        self._begun = self._previous is not None or any(each in pieces.raw_bytes for each in prompt_ids)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""
@@ -170,7 +155,7 @@ class Detokenizer:
         if pieces.kind == "bytes":
             piece = pieces.piece(token_id)
             return piece.decode() if piece.isascii() and not self._utf8.buffer else self._utf8.decode(piece)
-        raw = pieces.raw_byte(token_id)
+        raw = pieces.raw_bytes.get(token_id)
         if raw is not None:
             return self._push_byte(token_id, raw)
         head = self._end_run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.text.detokenizer import Detokenizer, TokenPieces
+from router.text.detokenizer import Detokenizer
 
 
 class StopMatcher:
@@ -73,26 +73,13 @@ class TextDelta(NamedTuple):
 
 
 class TextStream:
-    """The visible text of one generation.
-
-    Stop strings are searched only in the text of tokens after the first `min_tokens`. `visible`, `prompt_ids`: as in `Detokenizer`.
-    """
+    """The visible text of one generation. Stop strings are searched only in the text of tokens after the first `min_tokens`."""
 
     def __init__(
-        self,
-        pieces: TokenPieces,
-        stops: Sequence[str],
-        *,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
-        visible: frozenset[int] = frozenset(),
-        prompt_ids: Sequence[int] = (),
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int = 0, include_stop: bool = False
     ) -> None:
         """`include_stop`: the text includes the stop string, or the text of the stop token."""
-        self._detokenizer = Detokenizer(
-            pieces, skip_special_tokens=skip_special_tokens, visible=visible, prompt_ids=prompt_ids
-        )
+        self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
         self._include_stop = include_stop
         self._immune_tokens = min_tokens

@@ -60,10 +60,7 @@ class TextCuts:
         return self._at_space in self._rules
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in order, cut where this tokenizer allows it.
-
-        Raises: BadRequest if a piece would be too long.
-        """
+        """The text in order, cut where this tokenizer allows it. Raises: BadRequest if a piece would be too long."""
         start = 0
         while len(text) - start > PIECE_CHARS and self._rules:
             end = self._next(text, start + PIECE_CHARS, start + MAX_PIECE_CHARS if self._is_bounded else len(text))

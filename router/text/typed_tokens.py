@@ -31,17 +31,13 @@ class TypedTokens:
         if self._starts is None:
             return value
         if isinstance(value, str):
-            return self._starts.sub(_separate, value)
+            return self._starts.sub(rf"\g<0>{SEPARATOR}", value)
         if isinstance(value, dict):
             members = cast("dict[str, Any]", value)
             return type(members)((self.separated(key), self.separated(member)) for key, member in members.items())
         if isinstance(value, list):
             return [self.separated(item) for item in cast("list[Any]", value)]
         return value
-
-
-def _separate(found: re.Match[str]) -> str:
-    return found[0] + SEPARATOR
 
 
 def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:

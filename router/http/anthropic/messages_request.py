@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, field_validator, model_validator
+from pydantic import Discriminator, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
@@ -17,31 +17,27 @@ from router.http.openai.past_parts import PartKinds, named, unseen_parts, with_n
 from router.http.openai.shared_fields import MAX_STOP_CHARS, MAX_STOPS
 
 
-class _Body(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class TextBlock(_Body):
+class TextBlock(BodyModel):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(_Body):
+class ThinkingBlock(BodyModel):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(_Body):
+class RedactedThinkingBlock(BodyModel):
     """Reasoning that only Anthropic can read; it is left out."""
 
     type: Literal["redacted_thinking"]
 
 
-class SearchResultBlock(_Body):
+class SearchResultBlock(BodyModel):
     """A passage that the client found; its text is shown."""
 
     type: Literal["search_result"]
@@ -54,7 +50,7 @@ class SearchResultBlock(_Body):
         return "\n".join([f"{self.title} ({self.source})", *(block.text for block in self.content)])
 
 
-class ToolUseBlock(_Body):
+class ToolUseBlock(BodyModel):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -63,7 +59,7 @@ class ToolUseBlock(_Body):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Body):
+class ToolResultBlock(BodyModel):
     """What a called tool returned. What is no text, such as an image, is named in its place: it cannot be shown, and the client
     cannot take it back."""
 
@@ -141,7 +137,7 @@ def _is_left_out(block: Any) -> bool:
 _Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
-class InputMessage(_Body):
+class InputMessage(BodyModel):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -153,7 +149,7 @@ class InputMessage(_Body):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class ToolParam(_Body):
+class ToolParam(BodyModel):
     """A function that the model may call; Anthropic's own tools are left out beside functions, and refused alone. `strict`:
     its input must follow the schema."""
 
@@ -164,7 +160,7 @@ class ToolParam(_Body):
     strict: bool | None = None
 
 
-class ToolChoice(_Body):
+class ToolChoice(BodyModel):
     """Whether tools must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -178,48 +174,43 @@ class ToolChoice(_Body):
         return self
 
 
-class Thinking(_Body):
+class Thinking(BodyModel):
     """Whether the model reasons first, where its chat template knows `enable_thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class Metadata(_Body):
+class Metadata(BodyModel):
     """`user_id` is used as `user` is in OpenAI's calls."""
 
     user_id: str | None = None
 
 
-class OutputFormat(_Body):
+class OutputFormat(BodyModel):
     """The answer follows a JSON schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_Body):
+class OutputConfig(BodyModel):
     """How the answer looks, and how long the model reasons, where its chat template knows `reasoning_effort`."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensRequest(_Body):
+class CountTokensRequest(BodyModel):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "container", "context_management", "inference_geo", "speed"}
-    )
-    """Fields of Anthropic's calls that have no effect here, beside those of all calls."""
-    KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"output_config": frozenset(OutputConfig.model_fields)}
-    """Names within objects; others are unknown."""
-    OWN_NAMES: ClassVar[dict[str, str]] = {
+    WITHOUT_EFFECT = frozenset({"cache_control", "container", "context_management", "inference_geo", "speed"})
+    KNOWN_WITHIN = {"output_config": frozenset(OutputConfig.model_fields)}
+    OWN_NAMES = {
         "response_format": "output_config.format",
         "response_format.json_schema": "output_config.format",
         "tools.*.function": "tools.*",
         "tools.*.function.parameters": "tools.*.input_schema",
     }
-    """Paths of fields of the chat request that these calls name otherwise, with their own paths."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

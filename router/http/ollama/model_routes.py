@@ -16,7 +16,7 @@ from router.http.openai.parse_body import validated
 from router.http.openapi import OF_BODIES, described
 from router.http.operator_routes import is_served
 from router.http.responses import JsonResponse
-from router.http.serve import assign_ids, parse_as, warnings_of
+from router.http.serve import parse_as, warnings_of
 from router.http.services import Services
 from router.models.served_model import ServedModel
 
@@ -48,8 +48,7 @@ def add_ollama_model_routes(app: FastAPI, services: Services) -> None:
     @app.post("/api/show", openapi_extra=described(OllamaModel, body=ShowRequest, errors=OF_BODIES, error=OllamaError))
     async def ollama_show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Describe a model, like ollama's endpoint of the same name."""
-        assign_ids(request, "ollama-")
-        body, _ = await parse_as(request, services, ShowRequest, validated)
+        body, _ = await parse_as(request, services, ShowRequest, validated, ids="ollama-")
         model = catalog.model_for(body.wanted, "generate", "embed", "score")
         return JsonResponse(_shown(model), headers=warnings_of(request))
 

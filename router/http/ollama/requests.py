@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
@@ -26,11 +26,7 @@ def _refuse_images(value: list[Any]) -> list[Any]:
 _Images = Annotated[list[Any], AfterValidator(_refuse_images)]
 
 
-class _Body(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class Options(_Body):
+class Options(BodyModel):
     """How tokens are drawn. `num_predict`: the most tokens; 0 or negative: no limit. The context's size is the server's.
     `top_p` and `min_p` are cut to 0 to 1."""
 
@@ -62,9 +58,8 @@ class Options(_Body):
         return {_NAMES.get(name, name): value for name, value in given.items()}
 
 
-class _Named(_Body):
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options", "shift", "truncate"})
-    """Fields of ollama's calls that have no effect here, unless a call has a field of that name."""
+class _Named(BodyModel):
+    WITHOUT_EFFECT = frozenset({"keep_alive", "options", "shift", "truncate"})  # unless a call has a field of that name
 
     model: Annotated[str, Field(max_length=1024)] | None = None
 
@@ -75,12 +70,11 @@ class _Named(_Body):
 
 
 class _Call(_Named):
-    OWN_NAMES: ClassVar[dict[str, str]] = {
+    OWN_NAMES = {
         **{_NAMES.get(name, name): f"options.{name}" for name in Options.model_fields},
         "response_format": "format",
         "reasoning_effort": "think",
     }
-    """Paths of fields of the chat request that these calls name otherwise, with their own paths."""
 
     stream: bool | None = True
     options: Options | None = None
@@ -98,30 +92,27 @@ class _Call(_Named):
         elif self.think is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.think}
         if isinstance(self.format, dict):
-            body["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": self.format},
-            }
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
         elif self.format:
             body["response_format"] = {"type": "json_object"}
         return body
 
 
-class OllamaFunction(_Body):
+class OllamaFunction(BodyModel):
     """A called function."""
 
     name: str
     arguments: dict[str, Any] | str = {}
 
 
-class OllamaCall(_Body):
+class OllamaCall(BodyModel):
     """A tool call of an earlier answer."""
 
     id: str | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(_Body):
+class OllamaMessage(BodyModel):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -229,7 +220,7 @@ class GenerateRequest(_Call):
 class ShowRequest(_Named):
     """Body of `POST /api/show`. `name`: the earlier name of `model`."""
 
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"options", "system", "template"})
+    WITHOUT_EFFECT = frozenset({"options", "system", "template"})
     name: Annotated[str, Field(max_length=1024)] | None = None
     verbose: bool | None = None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from common.base.errors import KvRelayError
-from router.http.format import COMMENT, EVENT_STREAM, FormatOptions
-from router.http.json_body import DONE, Json, RawJson, error_body, large_json, sse, to_json
+from router.http.format import Format, FormatOptions
+from router.http.json_body import Json, RawJson, error_body, large_json, sse, to_json
 from router.http.openai.logprobs import portion_of, prompt_entry
 from router.http.response_headers import serving_details
 from router.requests.generation import Generation
@@ -45,15 +45,13 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
     return counts
 
 
-class BaseFormat:
+class BaseFormat(Format):
     """The parts that all chunks of a stream share."""
 
-    done = DONE
-    media_type = EVENT_STREAM
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, chunk_kind: str) -> None:
-        self.options = options
-        self.tokenizer = tokenizer
+        super().__init__(options, tokenizer)
         self.text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         self._head: Json = {
             "id": options.request_id,
@@ -63,12 +61,6 @@ class BaseFormat:
         }
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         """By choice: the bytes of a text event before and after the text."""
-
-    def delta(self, delta: Delta, index: int) -> list[Json]:
-        raise NotImplementedError
-
-    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
-        return ()
 
     def prompt_logprobs(self, generation: Generation) -> Iterator[list[Json | RawJson | None]]:
         ids, found = generation.request.engine.prompt_ids, generation.prompt_logprobs
@@ -97,17 +89,12 @@ class BaseFormat:
         return body
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
-        return (
-            [{**self._head, "choices": [], "usage": usage(generations, self.options.samples)}]
-            if self.options.usage_in_stream
-            else []
-        )
+        if not self.options.usage_in_stream:
+            return []
+        return [{**self._head, "choices": [], "usage": usage(generations, self.options.samples)}]
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {**error_body(error), "kvrelay": serving_details(generation)}
-
-    def ping(self) -> bytes:
-        return COMMENT
 
     def frame(self, chunk: Json) -> bytes:
         return sse(chunk, large_json) if self.options.whole_vocabulary else sse(chunk)

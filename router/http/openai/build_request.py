@@ -71,6 +71,10 @@ class ChatGeneration(NamedTuple):
     changes: tuple[str, ...]
     """What was changed in the messages so that the chat template takes them."""
 
+    def parsers(self, count: int = 1) -> list[OutputParser]:
+        """One for each choice; none if all text is content."""
+        return [] if self.new_parser is None else [self.new_parser() for _ in range(count)]
+
 
 class ChatPrompt(NamedTuple):
     """`text`: for `Tokenizer.encode_chat`. `changes`: as in `ChatGeneration`."""
@@ -300,9 +304,7 @@ def _kept_part(body: CompletionRequestBase, model: ServedModel) -> Part:
 def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int) -> list[int]:
     """The part of the prompt that the body asks to keep. `longest`: how many tokens leave room for the answer."""
     limit = body.truncate_prompt_tokens
-    if limit is None:
-        return prompt_ids
-    count = longest if limit == -1 else limit
+    count = longest if limit is None or limit == -1 else limit
     return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
 
 

@@ -8,7 +8,7 @@ from router.http.format import FormatOptions
 from router.http.json_body import Json
 from router.http.openai.base_format import BaseFormat, all_ids, reasons, usage
 from router.http.openai.logprobs import chat_logprobs
-from router.output.base import OutputParser, ParsedDelta, ParsedMessage, ToolCallDelta, parse_whole, unparsed
+from router.output.base import OutputParser, ParsedDelta, ToolCallDelta, parse_parts, unparsed
 from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -57,15 +57,14 @@ class ChatFormat(BaseFormat):
         choices: list[Json] = []
         for index, (generation, parts) in enumerate(zip(generations, deltas, strict=True)):
             text = "".join(part.text for part in parts)
-            message = parse_whole(self._parsers[index], text) if self._parsers else ParsedMessage(text)
-            message.content = generation.request.echo + message.content
+            parsed = parse_parts(self._parsers[index], text) if self._parsers else unparsed(text)
             choice: Json = {
                 "index": index,
-                "message": _message(message),
+                "message": _message(parsed, generation.request.echo),
                 "logprobs": None,
                 **reasons(generation.outcome),
             }
-            self._name_calls(choice, called=bool(message.tool_calls))
+            self._name_calls(choice, called=bool(parsed.tool_calls))
             choice["token_ids"] = all_ids(parts) if self.options.with_token_ids else None
             choices.append(choice)
         body: Json = {
@@ -132,17 +131,17 @@ def _call_delta(call: ToolCallDelta) -> Json:
     return {"index": call.call, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
-def _message(message: ParsedMessage) -> Json:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    shown: Json = {"role": "assistant", "content": message.content, "refusal": None}
+def _message(parsed: ParsedDelta, echo: str) -> Json:
+    content, calls = echo + parsed.content, parsed.tool_calls
+    shown: Json = {"role": "assistant", "content": content, "refusal": None}
     if calls:
-        shown["content"] = message.content or None
-        shown["tool_calls"] = calls
-    if message.reasoning:
-        shown |= _reasoning(message.reasoning)
+        shown["content"] = content or None
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    if reasoning := parsed.reasoning:
+        shown |= _reasoning(reasoning)
     return shown
 
 

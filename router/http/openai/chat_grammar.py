@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
@@ -12,12 +11,10 @@ from router.http.openai.tools import NamedToolChoice
 from router.models.served_model import ServedModel
 from router.output import harmony
 from router.output.reasoning import ReasoningTags
-from router.structured.lark_rules import Vocabulary
+from router.structured.lark_rules import LINE_BREAKS, Vocabulary, with_grammar
 from router.structured.relaxed import Relaxed
 from router.structured.tool_arguments import Schema
-from router.structured.tool_grammar import Before, final_grammar, tool_grammar
-
-_LINE_BREAKS = "/\\n{0,2}/"
+from router.structured.tool_grammar import final_grammar, tool_grammar
 
 
 def behind_reasoning(source: str, tags: ReasoningTags, prompt: str, token_id: Callable[[str], int | None]) -> Grammar:
@@ -30,24 +27,20 @@ def behind_reasoning(source: str, tags: ReasoningTags, prompt: str, token_id: Ca
         return Grammar(source)
     opening, closing = token_id(tags.open), token_id(tags.close)
     if tags.opened_by(prompt) and closing is not None:
-        return Grammar(_preceded(source, _LINE_BREAKS, ""), [closing])
+        return Grammar(_preceded(source, LINE_BREAKS, ""), [closing])
     if closing is None:
         thoughts = f"thoughts[suffix={json.dumps(tags.close)}]: /(.|\\n)*/"
     else:
         thoughts = f"thoughts: /(.|\\n)*/ <[{closing}]>"
     if tags.opened_by(prompt):
-        return Grammar(_preceded(source, f"thoughts {_LINE_BREAKS}", thoughts))
+        return Grammar(_preceded(source, f"thoughts {LINE_BREAKS}", thoughts))
     begin = json.dumps(tags.open) if opening is None else f"<[{opening}]>"
-    return Grammar(_preceded(source, f"({begin} thoughts {_LINE_BREAKS})?", thoughts))
+    return Grammar(_preceded(source, f"({begin} thoughts {LINE_BREAKS})?", thoughts))
 
 
 def _preceded(source: str, before: str, rule: str) -> str:
     """The grammar of `before`, an expression of Lark, and then of `source`. `rule`: one that `before` uses."""
-    start = {"lark_grammar": f"start: {before} @answer\n{rule}\n"}
-    answer: dict[str, Any] = {"lark_grammar": source}
-    if source.lstrip().startswith("{"):
-        answer = json.loads(source)["grammars"][0]
-    return json.dumps({"grammars": [start, {**answer, "name": "answer"}]}, ensure_ascii=False)
+    return with_grammar(f"start: {before} @answer\n{rule}\n", "answer", source)
 
 
 _ANY = {"type": "object"}
@@ -100,13 +93,8 @@ def _call_grammar(
         if not tools or not (otherwise or some_only or any(tool.strict for tool in tools)):
             return None
         functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY, bool(tool.strict)) for tool in tools]
-    tags, before, after = formats.reasoning, Before.NOTHING, list[int]()
-    if tags is not None and tags.opened_by(prompt):
-        closing = tokenizer.token_id(tags.close)
-        before = Before.REST_OF_REASONING if closing is None else Before.LINE_BREAKS
-        after = [] if closing is None else [closing]
-    elif tags is not None and not tags.closed_by(prompt):
-        before = Before.REASONING
+    tags = formats.reasoning
+    closing = tokenizer.token_id(tags.close) if tags is not None and tags.opened_by(prompt) else None
     source = tool_grammar(
         formats.tools.name,
         functions,
@@ -115,7 +103,7 @@ def _call_grammar(
         forced=forced,
         otherwise=otherwise,
         tags=tags,
-        before=before,
+        prompt=prompt,
         relaxed=relaxed,
     )
-    return Grammar(source, after)
+    return Grammar(source, [] if closing is None else [closing])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from router.http.body_model import BodyModel
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, at_most, bounded, items, shorten
 from router.http.openai.past_parts import PartKinds
 from router.text.conversation_fit import REASONING_NAMES
 from router.text.tool_fit import JsonText
@@ -22,7 +22,6 @@ PART_KINDS = PartKinds("text", (*_TEXTS, *_REASONING, "refusal", None))
 class TextPart(BodyModel):
     """One part of a message's content. Responses' names of texts are taken too: applications keep one history for both calls."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -30,7 +29,6 @@ class TextPart(BodyModel):
 class RefusalPart(BodyModel):
     """A refusal of an earlier answer."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["refusal"]
     refusal: str
 
@@ -38,7 +36,6 @@ class RefusalPart(BodyModel):
 class CalledFunction(BodyModel):
     """`arguments`: a JSON object as text; what a model wrote instead is taken as it is."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     name: str
     arguments: str | dict[str, Any] = "{}"
 
@@ -51,7 +48,6 @@ class CalledFunction(BodyModel):
 class ToolCall(BodyModel):
     """A tool call that the model made earlier."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -65,13 +61,12 @@ class ToolCall(BodyModel):
 class Message(BodyModel):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     role: Annotated[str, Field(pattern=r"^[-.\w]{1,64}$")]
     """One of OpenAI's, or another one that the chat template shows."""
     content: str | None = None
     """Null where the client sends none."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOL_CALLS, "tool calls in one message")] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(exclude=True)] = None
@@ -110,11 +105,6 @@ class Message(BodyModel):
         if value is not None:
             raise ValueError("is not supported in a message")
         return value
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _bound_calls(cls, value: Any) -> Any:
-        return bounded(value, MAX_TOOL_CALLS, "tool calls in one message")
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, field_validator, model_validator
 
 from router.http.openai.chat_messages import PART_KINDS, Message
-from router.http.openai.checks import MAX_INT, FieldsError, bounded, shorten
+from router.http.openai.checks import MAX_INT, FieldsError, at_most, bounded, shorten
 from router.http.openai.past_parts import unseen_parts, with_named_parts
 from router.http.openai.shared_fields import CompletionRequestBase, NumLogprobs
 from router.http.openai.tools import MAX_TOOLS, AllowedToolChoice, NamedToolChoice, Tool
@@ -32,7 +32,7 @@ class ChatRequest(CompletionRequestBase):
     """A variable of the template; "none": no reasoning."""
     include_reasoning: bool | None = True
     """False: the answer has no `reasoning_content`, although the model reasons."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[NamedToolChoice | AllowedToolChoice, Discriminator("type")]
@@ -50,23 +50,14 @@ class ChatRequest(CompletionRequestBase):
     def _bound_messages(cls, value: Any) -> Any:
         return with_named_parts(bounded(value, MAX_MESSAGES, "messages"), PART_KINDS)
 
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _bound_tools(cls, value: Any) -> Any:
-        return bounded(value, MAX_TOOLS, "tools")
-
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise FieldsError("top_logprobs", "top_logprobs is only allowed with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise FieldsError(
                 "continue_final_message", "continue_final_message is only allowed with add_generation_prompt=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise FieldsError("tools", "tools: two functions have the same name")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, Field
 
 ECHO_CHARS = 200
 """Error messages quote at most this much of the client's input."""
 
 MAX_INT = 2**31 - 1
 """Upper limit for all integers except the seed: integers of JSON are unbounded, integers of the wire protocol are not."""
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 
 MAX_CONTENT_PARTS = 4096
 """Maximum for one message."""
@@ -67,6 +70,11 @@ def bounded(value: Any, limit: int, what: str) -> Any:
     if len(items(value) or ()) > limit:
         raise ValueError(f"at most {limit} {what} are allowed")
     return value
+
+
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """Makes a field refuse longer lists, as `bounded` does."""
+    return BeforeValidator(lambda value: bounded(value, limit, what))
 
 
 def texts_or_token_ids(value: Any, limit: int, what: str) -> list[Any]:

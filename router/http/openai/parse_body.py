@@ -5,34 +5,29 @@ from __future__ import annotations
 import codecs
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from common.base.errors import BadRequest
+from router.http.body_model import BodyModel
 from router.http.openai.checks import ECHO_CHARS, FieldsError, as_object, items, shorten, with_integers
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.http.openai.unsupported import UNSUPPORTED
+from router.http.openai.unknown_fields import UNSUPPORTED
 
 RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
-ModelT = TypeVar("ModelT", bound=BaseModel)
+ModelT = TypeVar("ModelT", bound=BodyModel)
 
 _UNKNOWN = object()
 """Placeholder for a value that its check saw in another form, such as a list without the items that are left out."""
 
 
 def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
-    """The request in the body of a completion call.
-
-    Raises: BadRequest naming the first field that is wrong.
-    """
+    """The request in the body of a completion call. Raises: BadRequest naming the first field that is wrong."""
     return completion_request(read_object(data), kind)
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in a body.
-
-    Raises: BadRequest when it is something else.
-    """
+    """The JSON object in a body. Raises: BadRequest when it is something else."""
     data = data.removeprefix(codecs.BOM_UTF8)  # of files from Windows' editors
     try:
         body = as_object(from_json(data, allow_inf_nan=False, cache_strings=False))
@@ -53,8 +48,11 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
     return validated(body, kind)
 
 
-def as_far_as_there_is_room(body: RequestT) -> RequestT:
-    """`body`, whose limit of tokens may be more than the context has room for: an error in the two completion calls only."""
+def equivalent_request(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """The completion call's request that means the same as another call's body. Its limit of tokens may be more than the context
+    has room for, which is an error in the two completion calls only. Raises: BadRequest.
+    """
+    body = completion_request(fields, kind)
     body.model_fields_set.difference_update(("max_tokens", "max_completion_tokens"))
     return body
 

@@ -6,7 +6,7 @@ user's last turn such parts are refused, because an answer would pretend to have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from router.http.json_body import Json
@@ -28,11 +28,10 @@ def named(kind: str | None) -> str:
 
 def with_named_parts(turns: Any, kinds: PartKinds) -> Any:
     """The turns of a conversation, with the parts that cannot be seen named in their place; what is no list stays as it is."""
-    listed = items(turns)
-    found = {index: key for index, key, _ in _unseen(turns, kinds)} if listed else {}
-    if not listed or not found:
+    found = {index: key for index, key, _ in _unseen(turns, kinds)}
+    if not found:
         return turns
-    return [_with_names(turn, found[at], kinds) if at in found else turn for at, turn in enumerate(listed)]
+    return [_with_names(turn, found[at], kinds) if at in found else turn for at, turn in enumerate(turns)]
 
 
 def unseen_parts(turns: Any, kinds: PartKinds) -> list[str]:
@@ -66,6 +65,8 @@ def _unseen_kind(part: Any, kinds: PartKinds) -> str | None:
 
 
 def _with_names(turn: Json, key: str, kinds: PartKinds) -> Json:
-    as_text: Callable[[str], Json] = lambda kind: {"type": kinds.text_type, "text": named(kind)}  # noqa: E731
-    parts = [part if (kind := _unseen_kind(part, kinds)) is None else as_text(kind) for part in turn[key]]
-    return {**turn, key: parts}
+    def shown(part: Any) -> Any:
+        kind = _unseen_kind(part, kinds)
+        return part if kind is None else {"type": kinds.text_type, "text": named(kind)}
+
+    return {**turn, key: list(map(shown, turn[key]))}

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from common.control.messages import WHOLE_VOCABULARY
 from router.http.body_model import BodyModel
-from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT, FieldsError, as_object, bounded, items, shorten
+from router.http.openai.checks import (
+    MAX_CONTENT_PARTS,
+    MAX_INT,
+    FieldsError,
+    TokenId,
+    as_object,
+    at_most,
+    items,
+    shorten,
+)
 from router.http.openai.structured_fields import StructuredFields
 from router.requests.beam_search import BeamOptions
 
@@ -53,7 +62,6 @@ TruncateTokens = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_check_
 class StreamOptions(BodyModel):
     """What a stream contains in addition to the answer."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
@@ -61,7 +69,6 @@ class StreamOptions(BodyModel):
 class PredictionPart(BodyModel):
     """One part of a prediction."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["text"]
     text: str
 
@@ -69,7 +76,6 @@ class PredictionPart(BodyModel):
 class Prediction(BodyModel):
     """What the answer will mostly be, such as a file that is to be edited. It makes the answer faster, and changes none of it."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["content"] = "content"
     content: str | Annotated[list[PredictionPart], Field(max_length=MAX_CONTENT_PARTS)]
 
@@ -93,17 +99,23 @@ class CompletionRequestBase(StructuredFields):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
     stop: list[str] = Field(default_factory=lambda: [])
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] | None = None
+    stop_token_ids: Annotated[list[TokenId], at_most(MAX_STOP_TOKEN_IDS, "token ids")] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
-    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1), at_most(MAX_ALLOWED_TOKEN_IDS, "token ids")] | None = (
+        None
+    )
     """Only these can be generated."""
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+            at_most(MAX_BAD_WORDS, "bad words"),
+        ]
+        | None
+    ) = None
     """Texts that must not be generated, as tokenized with and without a space before them."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 0
-    logprob_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, max_length=MAX_LOGPROBS)] | None
-    ) = None
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROBS)] | None = None
     """Log-probabilities of these tokens at each position, instead of those of the most likely ones."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = 1
     """Answers to each prompt."""
@@ -148,21 +160,6 @@ class CompletionRequestBase(StructuredFields):
         if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
         return stops
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _bound_stop_token_ids(cls, value: Any) -> Any:
-        return bounded(value, MAX_STOP_TOKEN_IDS, "token ids")
-
-    @field_validator("allowed_token_ids", mode="before")
-    @classmethod
-    def _bound_allowed_token_ids(cls, value: Any) -> Any:
-        return bounded(value, MAX_ALLOWED_TOKEN_IDS, "token ids")
-
-    @field_validator("bad_words", mode="before")
-    @classmethod
-    def _bound_bad_words(cls, value: Any) -> Any:
-        return bounded(value, MAX_BAD_WORDS, "bad words")
 
     @field_validator("logit_bias", mode="before")
     @classmethod

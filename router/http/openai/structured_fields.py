@@ -25,7 +25,6 @@ class JsonSchemaFormat(BodyModel):
     """`json_schema` of a `response_format`. The answer always follows the schema; `strict` refuses one with keywords that no
     grammar enforces, which are left out otherwise."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     schema_: Annotated[Schema, Field(alias="schema")]
     name: str | None = None
     description: str | None = None
@@ -35,7 +34,7 @@ class JsonSchemaFormat(BodyModel):
 class ResponseFormat(BodyModel):
     """OpenAI's form. `schema`: of a `json_object`, as llama.cpp and others take it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
@@ -59,7 +58,7 @@ class ResponseFormat(BodyModel):
 class StructuredOutputs(BodyModel):
     """vLLM's form; exactly one of the first five."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -84,8 +83,6 @@ class StructuredOutputs(BodyModel):
 
 class StructuredFields(BodyModel):
     """The fields that ask for a form of the answer; at most one may be set."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

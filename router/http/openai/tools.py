@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from router.http.body_model import BodyModel
 from router.http.openai.checks import bounded_json
@@ -17,22 +17,15 @@ _MAX_DESCRIPTION = 65_536
 class Function(BodyModel):
     """`parameters`: the JSON schema of its arguments. `strict`: the arguments must follow it."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     name: Annotated[str, Field(pattern=r"^[-.A-Za-z0-9_]{1,256}$")]
     description: Annotated[str, Field(max_length=_MAX_DESCRIPTION)] | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(bounded_json)] | None = None
     strict: bool | None = None
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _bound_parameters(cls, value: Any) -> Any:
-        return bounded_json(value)
 
 
 class Tool(BodyModel):
     """One tool; only functions are supported."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["function"]
     function: Function
 
@@ -44,14 +37,12 @@ class Tool(BodyModel):
 class FunctionName(BodyModel):
     """A function that the model must call."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     name: str
 
 
 class NamedToolChoice(BodyModel):
     """Makes the model call one function."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["function"]
     function: FunctionName
 
@@ -59,7 +50,6 @@ class NamedToolChoice(BodyModel):
 class AllowedFunctions(BodyModel):
     """`tools`: the only functions that the model may call; `mode`: whether it must call one of them."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
@@ -67,6 +57,5 @@ class AllowedFunctions(BodyModel):
 class AllowedToolChoice(BodyModel):
     """Offers all functions, so that the prompt stays the same, and lets the model call some of them."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions

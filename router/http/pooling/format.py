@@ -5,21 +5,39 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from router.http.json_body import Json
 from router.http.pooling.inputs import pairs_of
 from router.http.pooling.requests import RerankRequest, ScoreRequest
-from router.models.catalog import ServedModel
+from router.http.response_headers import RequestIds
+from router.models.served_model import ServedModel
 from router.pooling.work import PoolWork
 
 _FLOAT32 = np.dtype("<f4")
 
 
-def head(request_id: str, model: str, work: PoolWork) -> Json:
-    """The first fields of answers in OpenAI's shape."""
-    return {"id": request_id, "object": "list", "created": int(time.time()), "model": model, "usage": usage(work)}
+class Pooled(NamedTuple):
+    """What an answer is made from."""
+
+    ids: RequestIds
+    model: ServedModel
+    work: PoolWork
+    vectors: list[bytes]
+
+
+def listed(found: Pooled, data: Iterator[Json] | list[Json]) -> Json:
+    """An answer in OpenAI's shape."""
+    return {
+        "id": found.ids.own,
+        "object": "list",
+        "created": int(time.time()),
+        "model": found.model.name,
+        "usage": usage(found.work),
+        "data": data,
+    }
 
 
 def usage(work: PoolWork) -> Json:

@@ -25,7 +25,7 @@ def embedding_work(
     model: ServedModel,
     caller: Caller,
     *,
-    per_token: bool,
+    per_token: bool = False,
     first: int = 0,
 ) -> PoolWork:
     """The vectors of a body's texts, token ids or conversation. `first`: number of the first input, for errors.
@@ -74,22 +74,14 @@ def _inputs(
             raise BadRequest("this model has no chat template: send texts as `input`", param="messages")
         fitted = model.tokenizer.fit_chat([message.for_template() for message in body.messages])
         text = model.tokenizer.render_chat(
-            fitted.messages,
-            add_generation_prompt=bool(body.add_generation_prompt),
-            kwargs=body.chat_template_kwargs,
+            fitted.messages, add_generation_prompt=bool(body.add_generation_prompt), kwargs=body.chat_template_kwargs
         )
         found = [model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens), part=part)]
-        return _checked(found, body, model, "messages", first, cut=limit)
+        return _checked(found, body, model, "messages", first)
     texts = [each for each in body.input or [] if isinstance(each, str)]
     if not texts:
-        return _checked(
-            [list(each) for each in body.input or [] if not isinstance(each, str)],
-            body,
-            model,
-            param,
-            first,
-            cut=limit,
-        )
+        found = [list(each) for each in body.input or [] if not isinstance(each, str)]
+        return _checked(found, body, model, param, first)
     if limit is None:
         for index, text in enumerate(texts, first):  # refuse what cannot fit before it is encoded
             if (at_least := model.tokenizer.min_tokens(text)) > model.max_model_len:
@@ -100,7 +92,7 @@ def _inputs(
         found = [
             ids if len(ids) <= limit else model.tokenizer.cut(ids, limit, keep_last=part.from_end) for ids in found
         ]
-    return _checked(found, body, model, param, first, cut=limit)
+    return _checked(found, body, model, param, first)
 
 
 def _limit(body: PoolingFields, model: ServedModel) -> int | None:
@@ -110,16 +102,10 @@ def _limit(body: PoolingFields, model: ServedModel) -> int | None:
 
 
 def _checked(
-    found: list[list[int]],
-    body: EmbeddingRequest | PoolingRequest,
-    model: ServedModel,
-    param: str,
-    first: int,
-    *,
-    cut: int | None,
+    found: list[list[int]], body: EmbeddingRequest | PoolingRequest, model: ServedModel, param: str, first: int
 ) -> list[PoolInput]:
-    """The inputs, if each has from one to `max_model_len` tokens of the vocabulary; `cut`: length to cut them to before."""
-    if cut is not None:
+    """The inputs, cut if the body says so. Raises: BadRequest if one does not have one to `max_model_len` tokens of the vocabulary."""
+    if (cut := _limit(body, model)) is not None:
         found = [ids[-cut:] if body.truncation_side == "left" else ids[:cut] for ids in found]
     for index, ids in enumerate(found, first):
         if not ids:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.openai.chat_messages import Message
@@ -27,7 +19,6 @@ MAX_CHAT_MESSAGES = 512
 class PoolingFields(BodyModel):
     """Fields that all these calls share."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     model: Annotated[str, Field(max_length=1024)] | None = None
     user: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = 0
@@ -86,7 +77,6 @@ class PoolingRequest(_Inputs):
 class Document(BodyModel):
     """A document of a rerank call."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     text: str
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
@@ -15,18 +15,14 @@ from router.http.openai.checks import MAX_CONTENT_PARTS, as_object, items
 from router.http.openai.past_parts import PartKinds, unseen_parts, with_named_parts
 
 
-class _Part(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class InputText(_Part):
+class InputText(BodyModel):
     """Text of a message or of a tool's output. Images, files and audio are not supported."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-class Refusal(_Part):
+class Refusal(BodyModel):
     """A refusal of an earlier answer."""
 
     type: Literal["refusal"]
@@ -36,7 +32,7 @@ class Refusal(_Part):
 _Parts = Annotated[list[Annotated[InputText | Refusal, Discriminator("type")]], Field(max_length=MAX_CONTENT_PARTS)]
 
 
-class InputMessage(_Part):
+class InputMessage(BodyModel):
     """One turn of a conversation."""
 
     type: Literal["message"] = "message"
@@ -44,7 +40,7 @@ class InputMessage(_Part):
     content: str | _Parts
 
 
-class FunctionCallItem(_Part):
+class FunctionCallItem(BodyModel):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -58,7 +54,7 @@ class FunctionCallItem(_Part):
         return arguments_text(value)
 
 
-class FunctionOutputItem(_Part):
+class FunctionOutputItem(BodyModel):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
@@ -66,7 +62,7 @@ class FunctionOutputItem(_Part):
     output: str | _Parts
 
 
-class ReasoningItem(_Part):
+class ReasoningItem(BodyModel):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
@@ -74,7 +70,7 @@ class ReasoningItem(_Part):
     content: _Parts | None = None
 
 
-class ItemReference(_Part):
+class ItemReference(BodyModel):
     """An item of a stored answer."""
 
     type: Literal["item_reference"]
@@ -106,9 +102,7 @@ def readable_items(value: Any) -> Any:
 
 def _without_others(value: Any) -> Any:
     listed = items(value)
-    if listed is None or not any(_kind(item) in OTHER_ITEMS for item in listed):
-        return value
-    return [shown for item in listed for shown in _readable(item)]
+    return value if listed is None else [shown for item in listed for shown in _readable(item)]
 
 
 def left_out_items(value: Any) -> list[str]:
@@ -167,14 +161,14 @@ def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
     for item in listed:
         match item:
             case ReasoningItem():
-                answer = _append(messages, None, reasoning_content=_text(item.content or item.summary or []))
+                answer = _append(messages, reasoning_content=_text(item.content or item.summary or []))
             case InputMessage(role="assistant"):
                 if answer is None or answer["content"] is not None or "tool_calls" in answer:
-                    answer = _append(messages, None)
+                    answer = _append(messages)
                 answer["content"] = _text(item.content)
             case FunctionCallItem():
                 if answer is None:
-                    answer = _append(messages, None)
+                    answer = _append(messages)
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 answer.setdefault("tool_calls", []).append(call)
@@ -189,8 +183,8 @@ def chat_messages(listed: Sequence[InputItem]) -> list[Json]:
     return messages
 
 
-def _append(messages: list[Json], content: str | None, **fields: str) -> Json:
-    messages.append({"role": "assistant", "content": content, **fields})
+def _append(messages: list[Json], **fields: str) -> Json:
+    messages.append({"role": "assistant", "content": None, **fields})
     return messages[-1]
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, field_validator, model_validator
 
 from router.http.body_model import BodyModel
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_INT, FieldsError, as_object, items, shorten, type_of
 from router.http.openai.shared_fields import MAX_LOGPROBS
-from router.http.openai.unsupported import UNSUPPORTED
+from router.http.openai.unknown_fields import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages, left_out_items, readable_items
 
 _MAX_METADATA = 16
-_MAX_METADATA_CHARS = 512
+_ShortText = Annotated[str, Field(max_length=512)]
+"""Of metadata."""
 _OF_CHAT = frozenset(
     {
         *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
@@ -43,11 +44,14 @@ _ABSENT = frozenset(
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class _Body(BodyModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+def _functions_of(value: Any) -> Any:
+    """A list of tools without those that are left out: other kinds beside functions."""
+    tools = items(value) or []
+    is_beside = "function" in map(type_of, tools)
+    return [tool for tool in tools if type_of(tool) in ("function", None)] if is_beside else value
 
 
-class FunctionTool(_Body):
+class FunctionTool(BodyModel):
     """A function that the model may call; other tools are left out beside functions, and refused alone."""
 
     type: Literal["function"]
@@ -57,39 +61,34 @@ class FunctionTool(_Body):
     strict: bool | None = None
 
 
-class FunctionChoice(_Body):
+class FunctionChoice(BodyModel):
     """Makes the model call one function."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(_Body):
+class AllowedTools(BodyModel):
     """Offers all functions, and lets the model call some of them. Other tools are left out beside functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _leave_out(cls, value: Any) -> Any:
-        return _functions_of(value)
+    tools: Annotated[list[FunctionChoice], BeforeValidator(_functions_of)]
 
 
-class PlainText(_Body):
+class PlainText(BodyModel):
     """Any text."""
 
     type: Literal["text"]
 
 
-class JsonObject(_Body):
+class JsonObject(BodyModel):
     """A JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(_Body):
+class JsonSchema(BodyModel):
     """JSON that follows a schema."""
 
     type: Literal["json_schema"]
@@ -98,13 +97,13 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class TextConfig(_Body):
+class TextConfig(BodyModel):
     """How the answer's text looks."""
 
     format: Annotated[PlainText | JsonObject | JsonSchema, Discriminator("type")] | None = None
 
 
-class Reasoning(_Body):
+class Reasoning(BodyModel):
     """How the model reasons."""
 
     effort: str | None = None
@@ -113,17 +112,14 @@ class Reasoning(_Body):
 class ResponsesRequest(BodyModel):
     """Body of `POST /v1/responses`. It also takes the sampling fields of a chat request."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
-    PASSED_ON: ClassVar[frozenset[str]] = _OF_CHAT | UNSUPPORTED.keys()
-    """Fields that the chat call takes or refuses."""
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+    PASSED_ON = _OF_CHAT | UNSUPPORTED.keys()
+    WITHOUT_EFFECT = frozenset(
         {"background_options", "context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
     )
-    """Fields of OpenAI's call that have no effect here, beside those of all calls."""
-    KNOWN_WITHIN: ClassVar[dict[str, frozenset[str]]] = {"text": frozenset(TextConfig.model_fields)}
-    """Names within objects; others are unknown, such as OpenAI's `text.verbosity`."""
-    OWN_NAMES: ClassVar[dict[str, str]] = {
+    KNOWN_WITHIN = {"text": frozenset(TextConfig.model_fields)}  # without OpenAI's `text.verbosity`
+    OWN_NAMES = {
         "messages": "input",
         "response_format": "text.format",
         "response_format.json_schema": "text.format",
@@ -132,10 +128,11 @@ class ResponsesRequest(BodyModel):
         "tool_choice.allowed_tools": "tool_choice",
         "reasoning_effort": "reasoning.effort",
     }
-    """Paths of fields of the chat request that this call names otherwise, with its own paths."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Annotated[
+        str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)], BeforeValidator(readable_items)
+    ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=64)] | None = None
     store: bool | None = True
@@ -143,20 +140,14 @@ class ResponsesRequest(BodyModel):
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], BeforeValidator(_functions_of)] | None = None
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Discriminator("type")] | None
     ) = None
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    metadata: (
-        dict[
-            Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
-            Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
-        ]
-        | None
-    ) = None
+    metadata: dict[_ShortText, _ShortText] | None = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
@@ -176,16 +167,6 @@ class ResponsesRequest(BodyModel):
         if "function" in kinds:
             found += [f"tools.{kind}" for kind in kinds if kind not in ("function", None)]
         return found
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _leave_out_items(cls, value: Any) -> Any:
-        return readable_items(value)
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _leave_out(cls, value: Any) -> Any:
-        return _functions_of(value)
 
     @model_validator(mode="after")
     def _check_background(self) -> ResponsesRequest:
@@ -269,13 +250,6 @@ class ResponsesRequest(BodyModel):
             "truncation": "disabled",
             "user": self.user,
         }
-
-
-def _functions_of(value: Any) -> Any:
-    """A list of tools without those that are left out: other kinds beside functions."""
-    tools = items(value) or []
-    is_beside = "function" in map(type_of, tools)
-    return [tool for tool in tools if type_of(tool) in ("function", None)] if is_beside else value
 
 
 def _function_choice(choice: FunctionChoice) -> Json:

@@ -13,10 +13,9 @@ from starlette.responses import Response
 from common.base.errors import BadRequest, NotFound
 from router.http.client import client_of
 from router.http.json_body import Json
-from router.http.openai.build_request import chat_prompt
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import as_far_as_there_is_room, completion_request, validated
-from router.http.openapi import OF_BODIES, OF_GENERATION, described
+from router.http.openai.parse_body import equivalent_request, validated
+from router.http.openapi import OF_BODIES, described, generates
 from router.http.response_store import ResponseStore, StoredResponse
 from router.http.responses import JsonResponse
 from router.http.responses_api.answer_types import DeletedResponse, InputItemList, InputTokens, ResponseObject
@@ -25,34 +24,29 @@ from router.http.responses_api.item_references import looked_up
 from router.http.responses_api.responses_format import ResponsesFormat
 from router.http.responses_api.responses_request import ResponsesRequest
 from router.http.responses_api.stored_input import answer_messages, item_page
-from router.http.serve import assign_ids, format_options, parse_as, prepare_chat, serve, warnings_of
+from router.http.serve import count_prompt, format_options, parse_as, prepare_chat, serve
 from router.http.services import Services
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
     """Add all of them to the application."""
 
-    @app.post(
-        "/v1/responses",
-        openapi_extra=described(
-            ResponseObject, body=ResponsesRequest, errors=OF_GENERATION, stream="text/event-stream"
-        ),
-    )
+    @app.post("/v1/responses", openapi_extra=generates(ResponseObject, ResponsesRequest))
     async def create_response(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
-        assign_ids(request, "resp_")
         body, earlier, chat_body, size = await _read(request, services)
-        chat = await prepare_chat(request, services, chat_body, size)
-        options = format_options(request, services, chat_body, chat.model)
-        form = ResponsesFormat(options, chat.model.tokenizer, chat.parsers(), body.shown())
+        model = services.catalog.model_for(chat_body.model, "generate")
+        chat = await prepare_chat(request, services, chat_body, size, model)
+        options = format_options(request, services, chat_body, model)
+        form = ResponsesFormat(options, model.tokenizer, chat.parsers(), body.shown())
         keep = None
         if services.responses is not None and body.store is not False:
             tenant, messages = _tenant_of(request, services), [*earlier, *body.chat_messages()]
             keep = partial(_keep, services.responses, tenant, form, messages)
 
         def answered(asked: Request) -> Awaitable[Response]:
-            wanted, stream = [chat.generation.request], bool(body.stream)
-            return serve(asked, services, chat.model, wanted, form, stream=stream, before_end=keep)
+            stream = bool(body.stream)
+            return serve(asked, services, model, [chat.request], form, stream=stream, before_end=keep)
 
         if not body.background:
             return await answered(request)
@@ -60,19 +54,12 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         return JsonResponse(await services.background.start(request, tenant, _store(services), begun, answered))
 
     @app.post(
-        "/v1/responses/input_tokens",
-        openapi_extra=described(InputTokens, body=ResponsesRequest, errors=OF_BODIES),
+        "/v1/responses/input_tokens", openapi_extra=described(InputTokens, body=ResponsesRequest, errors=OF_BODIES)
     )
     async def count_input_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The number of prompt tokens that `/v1/responses` would use."""
-        ids = assign_ids(request, "resp_")
         _, _, chat_body, size = await _read(request, services)
-        model = services.catalog.get(chat_body.model)
-        tokens = await services.body_work.run(
-            request, size, lambda: model.tokenizer.encode_chat(chat_prompt(chat_body, model).text)
-        )
-        counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
-        return JsonResponse(counted, headers=ids.headers() + warnings_of(request))
+        return await count_prompt(request, services, chat_body, size, {"object": "response.input_tokens"})
 
     @app.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -125,7 +112,7 @@ class _Conversation(NamedTuple):
 
 async def _read(request: Request, services: Services) -> _Conversation:
     tenant = _tenant_of(request, services)
-    body, size = await parse_as(request, services, ResponsesRequest, validated)
+    body, size = await parse_as(request, services, ResponsesRequest, validated, ids="resp_")
     earlier: list[Json] = []
     if body.previous_response_id is not None:
         stored = await _store(services).get(tenant, body.previous_response_id)
@@ -137,9 +124,9 @@ async def _read(request: Request, services: Services) -> _Conversation:
         items, more = await looked_up(body.input, _store(services), tenant, services.max_body_bytes)
         body, size = body.model_copy(update={"input": items}), size + more
     chat = await services.body_work.run(
-        request, size, lambda: completion_request(body.chat_request(earlier), ChatRequest)
+        request, size, lambda: equivalent_request(body.chat_request(earlier), ChatRequest)
     )
-    return _Conversation(body, earlier, as_far_as_there_is_room(chat), size)
+    return _Conversation(body, earlier, chat, size)
 
 
 def _store(services: Services) -> ResponseStore:

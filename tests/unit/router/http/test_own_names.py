@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from common.base.errors import BadRequest
 from router.http.anthropic.messages_request import MessagesRequest
+from router.http.body_model import BodyModel
 from router.http.openai.chat_request import ChatRequest
 from router.http.own_names import by_own_name, note_names
 from router.http.responses_api.responses_request import ResponsesRequest
@@ -38,7 +38,7 @@ from router.http.responses_api.responses_request import ResponsesRequest
     ],
 )  # fmt: skip
 def test_errors_name_the_field_of_their_own_call(
-    kind: type[BaseModel], message: str, param: str, told: str, own: str
+    kind: type[BodyModel], message: str, param: str, told: str, own: str
 ) -> None:
     scope: dict[str, Any] = {}
     note_names(scope, kind)

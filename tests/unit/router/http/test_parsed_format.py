@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from router.http.format import FormatOptions
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.parsed_format import arguments_object
 from router.http.responses_api.responses_format import ResponsesFormat
-from router.output.harmony import harmony
+from router.output.harmony import read_harmony
 from router.output.hermes import read_hermes
 from router.output.reasoning import ReasoningTags, reasoning
 from router.output.writer import FormatParser
@@ -112,11 +113,11 @@ def test_messages_of_gpt_oss_that_are_items_of_their_own_need_no_line_break() ->
     encode = SimpleNamespace(encode=lambda text, add_special_tokens: [0])  # pyright: ignore[reportUnknownLambdaType]
     texts = ["Hm.", "Well.\nSo.", "Ah.", "Yes."]
     deltas = [[Delta(answer, [1], None)]]
-    form = ResponsesFormat(OPTIONS, cast("Any", encode), [FormatParser(harmony(()))], {})
+    form = ResponsesFormat(OPTIONS, cast("Any", encode), [FormatParser(partial(read_harmony, ()))], {})
     assert [item["content"][0]["text"] for item in form.whole([ENDED], deltas)["output"]] == texts
-    message = MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(harmony(()))]).whole([ENDED], deltas)
+    message = MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(partial(read_harmony, ()))]).whole([ENDED], deltas)
     assert [block.get("text") or block["thinking"] for block in message["content"]] == texts
-    streamed = _streamed(MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(harmony(()))]), *answer)
+    streamed = _streamed(MessagesFormat(OPTIONS, NO_TOKENIZER, [FormatParser(partial(read_harmony, ()))]), *answer)
     assert sum(event["type"] == "content_block_start" for event in streamed) == 4
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.parsed_message import ParsedMessage, parse_whole
 
 from common.base.errors import ConfigError
-from router.output.base import ParsedMessage, parse_whole
 from router.output.formats import TOOL_FORMATS, OutputFormats, choose_formats
 from router.output.tagged import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from router.structured.tool_markup import written_calls
@@ -137,6 +137,14 @@ def test_every_format_reads_the_calls_that_its_markup_writes(name: str) -> None:
 def test_a_parameter_between_tags_is_what_its_schema_says(name: str, key: str, text: str, value: Any) -> None:
     written = written_calls(name, [("f", {key: text})])
     assert _calls(_parse(written, name)) == [("f", {key: value})]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "kimi_k2"])
+def test_white_space_between_the_last_call_and_the_end_of_calls_is_no_content(name: str) -> None:
+    written = written_calls(name, [("f", {})])
+    end = written[written.rindex("<") :]
+    message = _parse(f"{written.removesuffix(end)} \n{end}Done.", name)
+    assert (message.content, _calls(message)) == ("Done.", [("f", {})])
 
 
 @pytest.mark.parametrize("name", _TAGGED)

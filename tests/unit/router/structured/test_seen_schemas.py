@@ -10,13 +10,13 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLTokenizer
+from support.parsed_message import parse_whole
 from support.seen_schemas import BY_HAND, PYDANTIC, SERVERS, ZOD, Seen
 
 from common.base.errors import BadRequest
 from common.engine.grammar.compile import compile_grammar, load_tokenizer
 from common.model.config import load_model_config
 from common.model.hub import resolve_model
-from router.output.base import parse_whole
 from router.output.formats import choose_formats
 from router.structured.json_schema import json_schema_grammar
 from router.structured.lark_rules import Vocabulary

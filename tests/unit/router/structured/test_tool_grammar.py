@@ -11,15 +11,15 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from support.parsed_message import ParsedMessage, parse_whole
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.base.errors import BadRequest
-from router.output.base import ParsedMessage, parse_whole
 from router.output.formats import TOOL_FORMATS, choose_formats
 from router.structured.lark_rules import Vocabulary
 from router.structured.relaxed import Relaxed
 from router.structured.tool_arguments import Schema
-from router.structured.tool_grammar import Before, final_grammar, tool_grammar
+from router.structured.tool_grammar import final_grammar, tool_grammar
 from router.structured.tool_markup import UNMARKED, written_calls
 
 FORMATS = list(TOOL_FORMATS)
@@ -131,26 +131,27 @@ REASONING = f"a <tool call>, maybe\n</think>\n\n{CALL}"
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(
-    ("before", "texts", "refused"),
+    ("prompt", "closed_by_token", "texts", "refused"),
     [
-        (Before.NOTHING, [CALL], "<think>"),
-        (Before.LINE_BREAKS, [CALL, "\n\n" + CALL], "a"),
-        (Before.REASONING, [CALL, "<think>\n" + REASONING], "a"),
-        (Before.REST_OF_REASONING, [REASONING], f"{REASONING}a"),
+        ("</think>", False, [CALL], "<think>"),
+        ("<think>", True, [CALL, "\n\n" + CALL], "a"),
+        ("", False, [CALL, "<think>\n" + REASONING], "a"),
+        ("<think>", False, [REASONING], f"{REASONING}a"),
     ],
 )
-def test_reasoning_before_the_call(before: Before, texts: list[str], refused: str, special: bool) -> None:
+def test_reasoning_before_the_call(
+    prompt: str, closed_by_token: bool, texts: list[str], refused: str, special: bool
+) -> None:
     tokenizer = _tokenizer(*(MARKERS if special else ()))
     formats = choose_formats("", lambda _: False, tool_call_parser="hermes", reasoning_parser="qwen3")
-    source = tool_grammar(
-        "hermes", FUNCTIONS, _vocabulary(tokenizer), parallel=False, tags=formats.reasoning, before=before
-    )
+    vocabulary = _vocabulary(tokenizer)._replace(token_id=lambda _: 0 if closed_by_token else None)
+    source = tool_grammar("hermes", FUNCTIONS, vocabulary, parallel=False, tags=formats.reasoning, prompt=prompt)
     matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
     for text in texts:
         accepted = matcher.deep_copy()
         assert accepted.consume_tokens(tokenizer.encode(text).ids), accepted.get_error()
         assert accepted.is_accepting()
-        _check(_read("hermes", text, "qwen3", "<think>" if before is Before.REST_OF_REASONING else ""), text)
+        _check(_read("hermes", text, "qwen3", prompt if prompt and not closed_by_token else ""), text)
     ids = tokenizer.encode(refused).ids
     assert matcher.try_consume_tokens(ids) < len(ids)
 

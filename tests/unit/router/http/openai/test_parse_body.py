@@ -46,7 +46,7 @@ MANY = [1.5] * 5000
         (RerankRequest, {"query": "a", "documents": MANY}),
     ],
 )
-def test_a_body_with_thousands_of_wrong_items_has_few_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+def test_a_body_with_thousands_of_wrong_items_has_few_errors(kind: type[BodyModel], body: dict[str, Any]) -> None:
     """A report of a million takes 20 s of the interpreter and 2 GB: the router lost its nodes meanwhile."""
     with pytest.raises(BadRequest) as caught:
         validated(body, kind)
@@ -96,7 +96,7 @@ def test_a_body_may_begin_with_a_byte_order_mark() -> None:
     ],
 )
 def test_the_error_of_a_field_of_several_forms_is_that_of_the_form_that_was_meant(
-    kind: type[BaseModel], body: dict[str, Any], said: str
+    kind: type[BodyModel], body: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(BadRequest, match=said):
         validated(body, kind)
@@ -137,7 +137,7 @@ CALL: dict[str, Any] = {"type": "function", "function": {"name": 3, "arguments":
     ],
 )
 def test_the_place_of_an_error_has_only_names_of_the_body(
-    kind: type[BaseModel], fields: dict[str, Any], place: str
+    kind: type[BodyModel], fields: dict[str, Any], place: str
 ) -> None:
     needed: dict[str, Any] = {"input": "a"} if kind is ResponsesRequest else {**ASKED, "max_tokens": 1}
     with pytest.raises(BadRequest) as refused:
@@ -168,7 +168,7 @@ class _Pair(BodyModel):
         (_Pair, {}, "last"),
     ],
 )
-def test_errors_about_several_fields_name_one(kind: type[BaseModel], fields: Any, param: str | None) -> None:
+def test_errors_about_several_fields_name_one(kind: type[BodyModel], fields: Any, param: str | None) -> None:
     with pytest.raises(BadRequest) as caught:
         validated(fields, kind)
     assert caught.value.param == param

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from support.paths import ROOT
 
 from common.base.errors import BadRequest
+from router.http.body_model import BodyModel
 from router.http.openai.parse_body import validated
 from router.http.openai.unknown_fields import unknown_fields
 from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
@@ -53,7 +53,7 @@ def test_every_shape_of_input_becomes_a_list(given: Any, expected: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_refused_by_name(
-    kind: type[BaseModel], body: dict[str, Any], param: str | None, message: str
+    kind: type[BodyModel], body: dict[str, Any], param: str | None, message: str
 ) -> None:
     with pytest.raises(BadRequest, match=re.escape(message)) as refusal:
         validated(body, kind)
@@ -75,6 +75,6 @@ def test_documents_are_texts_or_objects_with_a_text() -> None:
 
 
 @pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest])
-def test_every_field_is_documented(kind: type[BaseModel]) -> None:
+def test_every_field_is_documented(kind: type[BodyModel]) -> None:
     documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text("utf-8")))
     assert not set(kind.model_fields) - documented
