@@ -42,7 +42,7 @@ def test_a_step_that_draws_nothing_is_over_when_its_wait_is() -> None:
     torch.cuda._sleep(100_000_000)
     computed = torch.cuda.Event()
     computed.record()
-    draws = DeviceSampler().empty(GPU)
+    draws = DeviceSampler().sample(torch.empty(0, 1, device=GPU), [], None)
     assert not computed.query(), "the host did not wait before"
     assert draws.wait() == []
     assert computed.query()
