@@ -17,23 +17,42 @@ template <class Act>
 constexpr int TILE_ROWS = MAX_ROWS;
 #endif
 
-// The kind of weights that panels of Number are to rows of Act.
-template <class Act, class Number>
-using PanelWeights =
-    std::conditional_t<sizeof(Number) == 4, Float32Weights, std::conditional_t<sizeof(Act) == 4, ShiftedWeights, PairedWeights>>;
+// sums[m] += the products of row m's next numbers with the next word of each of the panel's columns, from some half on.
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, float) {
+    Lanes w[COUNT];
+    for (int h = 0; h < COUNT; ++h) w[h] = as_floats(load_words(panel + h * LANES));
+    add_outer<ROWS>({rows, stride}, 0, w, sums);
+}
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const float* rows, int64_t stride, bf16) {
+    const Halves halves{reinterpret_cast<const char*>(panel), 0, 0};
+    ShiftedWeights::add<false>(halves, {rows, stride}, 0, sums);
+    keep_loads_here();
+    ShiftedWeights::add<true>(halves, {rows, stride}, 1, sums);
+}
+#ifdef KV_HAS_BF16_DOT
+template <int ROWS, int COUNT>
+KV_INLINE void add_products(Tile<ROWS, COUNT>& sums, const uint32_t* panel, const bf16* rows, int64_t stride, bf16) {
+    Words w[COUNT];
+    for (int h = 0; h < COUNT; ++h) w[h] = load_words(panel + h * LANES);
+    for (int m = 0; m < ROWS; ++m) {
+        const uint32_t pair = load_pair(rows + m * stride);
+        for (int h = 0; h < COUNT; ++h) sums[m][h] = dot_pairs(sums[m][h], w[h], pair);
+    }
+}
+#endif
 
 // out[m][0..32) = the product of row m's `words` words with the panel's.
 template <class Act, class Number, int ROWS>
 __attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, const Act* rows, int64_t stride, float* out,
                                              int64_t out_stride) {
     constexpr int COUNT = halves_of(ROWS);
-    kv_linear l{};
-    l.in = words * PER_WORD<Number>;
     for (int half = 0; half < 2; half += COUNT, panel += LANES, out += LANES) {
         Tile<ROWS, COUNT> sums;
         clear<ROWS, COUNT>(sums);
-        const Halves halves{reinterpret_cast<const char*>(panel), 0, 0};
-        PanelWeights<Act, Number>::template multiply<ROWS, COUNT>(l, halves, NoFetch{}, {rows, stride}, sums);
+        for (int w = 0; w < words; ++w)
+            add_products<ROWS>(sums, panel + w * PANEL, rows + w * PER_WORD<Number>, stride, Number{});
         for (int m = 0; m < ROWS; ++m)
             for (int h = 0; h < COUNT; ++h) store(out + m * out_stride + h * LANES, sums[m][h]);
     }

@@ -149,7 +149,7 @@ struct ShiftedWeights : UsualTiles {
             keep_loads_here();
             add<true>(halves, rows, k + 1, acc);
         }
-        if (l.in % 2) add<false>(halves, rows, k, acc);
+        if (k < l.in) add<false>(halves, rows, k, acc);
     }
 
     // acc += input k of each row times the weights of that input, which are the even or the odd ones of pairs.
@@ -172,9 +172,8 @@ struct ShiftedWeights : UsualTiles {
     }
 };
 
+#if defined(KV_HAS_BF16_DOT) && !defined(KV_HAS_TILES)
 // bfloat16 weights on processors that multiply pairs of bfloat16.
-struct PairedWeights;
-#ifdef KV_HAS_BF16_DOT
 struct PairedWeights : UsualTiles {
     using Act = bf16;
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
@@ -191,7 +190,7 @@ struct PairedWeights : UsualTiles {
                 for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], w[h], pair);
             }
         }
-        if (l.in % 2)
+        if (k < l.in)
             for (int m = 0; m < ROWS; ++m) {
                 const uint32_t pair = rows[m][k].bits;
                 for (int h = 0; h < COUNT; ++h) acc[m][h] = dot_pairs(acc[m][h], load_words(halves[h]), pair);
