@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ _STACKED: dict[str, dict[str, _View]] = {
 """Tensors of all experts of gpt-oss and Granite: the tensors of a GGUF file that they become, as views of them."""
 
 
+@cache
 def names_of(architecture: str, num_layers: int) -> TensorNameMap:
     """llama.cpp's names of the tensors of a model."""
     known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
