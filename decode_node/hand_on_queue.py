@@ -1,7 +1,7 @@
 """Received KV that waits for the steps with which the first rank of each stage hands it on to the others. Pure, no torch.
 
 Beside running streams a step hands on a bounded number of blocks, so that the KV of a long context delays each of their tokens by
-a bounded time. A sequence takes part in steps from the one on that hands on the last of its blocks. The queue holds at most the
+a bounded time. A sequence joins the step that hands on its last block. The queue holds at most the
 node's attempts.
 """
 

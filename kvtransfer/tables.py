@@ -1,4 +1,4 @@
-"""All transfers of one rank, by direction: fences, deadlines, and exactly one release for each. Pure.
+"""All transfers of one rank, by direction: refusal of late messages, deadlines, and exactly one release for each. Pure.
 
 `kvtransfer.transfer_end` turns orders and messages into method calls here, and reports the events that `take_events` returns.
 A transfer lives from `open` to its `...Released` event. Calls and messages that name no live transfer are ignored or

@@ -1,7 +1,7 @@
 """Which running sequences give their blocks to another one. Pure.
 
-A sequence in flight gives its blocks only when its steps are done, which still write to them; until then it yields. Steps of
-another micro-batch take longer to come to an end.
+A sequence keeps its blocks until its steps in flight end, because they still write to them; until then it yields. Steps of
+another micro-batch take longer to end.
 """
 
 from __future__ import annotations

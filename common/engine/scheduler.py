@@ -4,7 +4,8 @@ Continuous batching under a token budget: decoding sequences first, then prompts
 ones: begun before new ones, while blocks, sequence slots and budget last. A sequence gets the blocks of its known tokens when it
 is admitted, and more while it generates (`common.engine.kv_allocator`); when none is left a running sequence is preempted, the
 youngest of the lowest priority: it gives its blocks back and is recomputed later. So is one of a tenant that has more than its
-share while a sequence of another tenant waits (`common.engine.shares`).
+share while a sequence of another tenant waits (`common.engine.shares`). When a sequence has ended, and why, says
+`SequenceTokens.finish_reason`.
 
 `schedule` and `update` are apart so that several steps can be in flight. The stages of a pipeline each work on another
 micro-batch of the running sequences (`common.engine.microbatches`). With depth 2 a micro-batch's next step is
@@ -167,7 +168,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run now."""
         count = self.config.num_microbatches
-        for offset in range(2 * count - 1):  # again those that yielded to one which needs no more
+        for offset in range(2 * count - 1):  # twice: one that yielded may run if the one it yielded to cannot
             microbatch = (self._next_microbatch + offset) % count
             is_full = self._in_flight[microbatch] >= self.config.depth
             scheduled = None if is_full else self._schedule_microbatch(microbatch)

@@ -31,7 +31,7 @@ _S = SequenceState
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     _S.ACCEPTED: frozenset({_S.AWAITING_ADAPTER, _S.AWAITING_GRAMMAR, _S.WAITING, _S.RESERVED, _S.ENDED}),
     _S.AWAITING_ADAPTER: frozenset({_S.ACCEPTED, _S.ENDED}),
-    # To its adapter again: that was evicted before the sequence needed it. To its blocks: KV arrives meanwhile.
+    # To AWAITING_ADAPTER if its adapter was evicted meanwhile; to RESERVED if KV is granted while the grammar compiles.
     _S.AWAITING_GRAMMAR: frozenset({_S.ACCEPTED, _S.AWAITING_ADAPTER, _S.RESERVED, _S.ENDED}),
     _S.WAITING: frozenset({_S.RUNNING, _S.ENDED}),
     _S.RESERVED: frozenset({_S.RUNNING, _S.ENDED}),

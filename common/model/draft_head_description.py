@@ -8,8 +8,8 @@ from pathlib import Path
 from common.model.description import LayerDescription
 
 HIDDEN_PLANE = "hidden"
-"""The plane with the row that the head's next position reads: `DraftHead.features` of this one, or what the head made in its
-place."""
+"""The plane with the row that the head reads at the next position: `DraftHead.features` of this position's hidden state, or the
+head's own output for a guessed position."""
 
 
 @dataclass(frozen=True)

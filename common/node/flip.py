@@ -44,7 +44,7 @@ class Part:
 
 
 class FlipAdmin:
-    """Changes the role of one node, once: afterwards the node has another one of these, or another process."""
+    """Changes the role of one node, once: afterwards the node has a new `FlipAdmin`, or a new process."""
 
     def __init__(
         self,

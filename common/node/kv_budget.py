@@ -1,4 +1,5 @@
-"""Computes how many KV blocks fit on a GPU: the memory that the operator allows, minus the other needs of this rank.
+"""Computes how many KV blocks a rank holds: on a GPU what fits into the memory that the operator allows, minus its other needs.
+The node holds what its ranks can (`common.node.ranks.leader`).
 
 `kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. The utilization is a
 fraction of the GPU's whole memory, regardless of other processes: two nodes fit on one GPU if their fractions sum to less

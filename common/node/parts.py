@@ -1,4 +1,4 @@
-"""Parts of a node that are made from its plan: scheduler, grammars, its record in Redis."""
+"""Parts of a node that are made from its plan: scheduler, what drafts tokens, grammars, its record in Redis."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class RateSearch:
         return min(least, *(each for each in (up, down) if each)), max(up, down) + within
 
     def _bisections(self, ratio: float) -> int:
-        """Until two rates of this ratio are as near as wanted."""
+        """Bisections after which two rates of this ratio are as near as the precision asks for."""
         return _halvings(math.log(ratio) / math.log(1 + self._precision)) if ratio > 1 else 0
 
     def record(self, *, met: bool) -> None:

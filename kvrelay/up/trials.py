@@ -26,8 +26,8 @@ class Trial(NamedTuple):
 
 
 def trials(models: Mapping[str, Task], explain: Explain) -> list[Trial]:
-    """Requests to one of the models, to one that generates if there is one: a short one, and for that model one whose prompt is
-    long enough to be relayed, if one is.
+    """Requests to one of the models, to one that generates if there is one: a short one, and one with a prompt that is long
+    enough to be relayed, if the model relays any.
     """
     model = next((name for name, task in models.items() if task == "generate"), next(iter(models)))
     if models[model] == "embed":

@@ -1,6 +1,6 @@
 """Reads generated text that arrives in pieces. Pure; runs on the router's event loop.
 
-A format is a generator function over a `TextReader` and an `Output`: it reads as if the whole text were there, and waits
+A format is a generator function over a `TextReader` and an `OutputWriter`: it reads as if the whole text were there, and waits
 (`yield`) where more text is needed. All reading goes through the methods of `TextReader`, which consume the same
 characters however the text is cut; so the joined result does not depend on the cuts.
 """

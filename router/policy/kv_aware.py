@@ -6,8 +6,9 @@
               (the transfer to the decode node is the same for all)
     decode:   transfer(bytes that the node lacks) + answer * step(its requests and this one)
               + answer time * (missing share of the sequence's blocks + missing share of a sequence slot)
-    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Each plus the delay of others: later
-              requests, as above, and for local also the decode node's streams and one more. The cheaper one is taken
+    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Both plus the delay of later
+              requests, as above; local also plus the delay of the decode node's streams, and one more. The cheaper
+              one is taken
 
 Queue and first prefill term are this request's time to first token. The last term is the delay of later requests: they
 wait for this one, and its blocks evict theirs. On the Mooncake conversation trace this term raises the hit rate from

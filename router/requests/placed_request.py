@@ -1,4 +1,4 @@
-"""Where one request is on its way to nodes and with them, as a state machine: events in, instructions out. Pure.
+"""The states of one request before nodes have it and while they have it: events in, instructions out. Pure.
 
     PLACING --Found--> with nodes (states of the subclass) --> DONE
      |  ^                       |

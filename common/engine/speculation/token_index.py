@@ -42,7 +42,7 @@ class TokenIndex:
             self.add(document)
         self._start = len(self._ids)
         self._source = 0
-        """Place in the source of the latest proposal that the present end of the sequence has if the proposal was right."""
+        """Where the sequence now ends in the source of the latest proposal, if that proposal was right."""
 
     def __len__(self) -> int:
         """Tokens, and one before each document."""

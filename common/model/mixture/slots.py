@@ -1,4 +1,4 @@
-"""The slots of a layer's experts on one rank: what is in them, which rows go to which, and how many did. Engine thread."""
+"""The slots of a layer's experts on one rank: the expert in each slot, the rows that go to it, and how many rows each expert got. Engine thread."""
 
 from __future__ import annotations
 

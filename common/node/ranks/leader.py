@@ -95,7 +95,7 @@ class Leader:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of the node. Context-parallel and data-parallel ranks hold different ones, all other ranks parts of the same."""
+        """KV blocks of the node. Context- and data-parallel ranks hold different blocks, other ranks parts of the same blocks."""
         return self._plan.layout.pool_blocks(self._rank_blocks)
 
     @property
