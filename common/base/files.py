@@ -18,12 +18,12 @@ from pathlib import Path
 def write_whole(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file. After an error (such as a full disk) or an interruption the file is as it was before, or still missing.
     This does not hold for pipes and devices, nor in folders where this user may only change the file. `private`: only this
-    user can read it.
+    user can read the file, whatever its permissions were; it is always replaced, as a write in place would keep them.
 
     Raises: OSError.
     """
     target = path.resolve()
-    if not os.access(target.parent, os.W_OK) or (target.exists() and not target.is_file()):
+    if not private and (not os.access(target.parent, os.W_OK) or (target.exists() and not target.is_file())):
         target.write_bytes(content)
         return
     new = target.with_name(f".{target.name}.{os.getpid()}")

@@ -69,7 +69,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Passing(logging.Handler):
-    """Passes each formatted message, of several lines if it has a traceback, to a function; what that cannot write is lost."""
+    """Passes each formatted message, which has several lines if it has a traceback, to a function. Messages that the function
+    cannot write are lost."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()

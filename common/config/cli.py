@@ -277,7 +277,7 @@ def _help_rows(cls: type[ServiceConfig], argument: str) -> list[HelpRow]:
 
 
 class _CheckedGroup(typer.core.TyperGroup):
-    """Its commands run in `run_checked`."""
+    """A command with subcommands, which run in `run_checked`."""
 
     def invoke(self, ctx: Any) -> Any:
         return run_checked(partial(super().invoke, ctx))

@@ -124,7 +124,7 @@ class HttpConnection(HttpToolsProtocol):
             message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         if not cycle.keep_alive:
             return self._send_and_close(cycle, message)
-        if not cycle.response_started:
+        if not (cycle.response_started or cycle.disconnected):
             cycle.transport = cast("asyncio.Transport", _DelayedHead(cycle))
         return cycle.send(message)
 

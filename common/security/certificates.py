@@ -213,7 +213,7 @@ def _builder(
     *,
     is_authority: bool = False,
 ) -> x509.CertificateBuilder:
-    """What all certificates have."""
+    """Builds what all certificates have."""
     unused = (
         "content_commitment",
         "key_encipherment",

@@ -100,4 +100,4 @@ def _incomplete(answers: dict[str, Any], failed: Mapping[str, KvRelayError]) -> 
     known = {**answers, **{node: {"error": error.message} for node, error in failed.items()}}
     why = "; ".join(f"{node}: {error.message}" for node, error in failed.items())
     done = "" if len(failed) == len(known) else f"{len(answers)} of {len(known)} nodes did it; "
-    return AdminIncomplete(done + why, known, max(getattr(error, "exit_code", 1) for error in failed.values()))
+    return AdminIncomplete(done + why, known, max(error.exit_code for error in failed.values()))

@@ -55,7 +55,7 @@ async def up_on_ray(config: UpConfig, sources: Mapping[str, Source]) -> None:
     if len(models) > 1:
         raise ConfigError("--on ray serves one model: start another `kvrelay up --on ray --cluster NAME` for each")
     console = Console(["decode-00"], form=config.log_format)
-    logs.configure(config.log_level, config.log_format, console.say)
+    logs.configure(config.log_level, config.log_format, console.log_line)
     ray = await asyncio.to_thread(RayCluster, config.address, config.cluster)
     try:
         found = await asyncio.to_thread(ray.names)

@@ -22,7 +22,7 @@ from kvrelay.admin import bundle, options
 from kvrelay.admin.cli import app as admin
 from kvrelay.api_client import ApiAnswer
 from kvrelay.batch.output_file import OutputFile
-from kvrelay.load.results import write_report, write_result
+from kvrelay.load.results import write
 from kvrelay.up.pid_file import PidEntry, PidFile
 from kvrelay.up.run_folder import run_folder
 
@@ -55,10 +55,10 @@ def certificate(folder: Path) -> None:
 
 
 def load_result(folder: Path) -> None:
-    write_result(folder / "load.json", {"a": 1})
+    write(folder / "load.json", '{"a": 1}')
     try:
         with full_disk():
-            write_result(folder / "load.json", {"a": 2})
+            write(folder / "load.json", '{"a": 2}')
     finally:
         assert '"a": 1' in (folder / "load.json").read_text()
 
@@ -66,7 +66,7 @@ def load_result(folder: Path) -> None:
 def load_report(folder: Path) -> None:
     try:
         with full_disk():
-            write_report(folder / "load.html", "<html>")
+            write(folder / "load.html", "<html>")
     finally:
         assert list(folder.iterdir()) == []
 

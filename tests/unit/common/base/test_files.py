@@ -74,6 +74,17 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("may_make_files", [True, False])
+def test_a_private_file_is_readable_by_its_owner_only_whatever_it_replaces(
+    may_make_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: may_make_files)
+    file = tmp_path / "key.pem"
+    file.touch(0o644)
+    write_whole(file, b"a", private=True)
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"a", 0o600)
+
+
 def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: Path, content: bytes) -> None:
         path.touch()

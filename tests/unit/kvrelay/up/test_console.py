@@ -83,7 +83,7 @@ def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
 def test_lines_of_the_supervisors_own_log_have_its_name() -> None:
     for form in ("text", "json"):
         out = io.StringIO()
-        logs.configure("info", form, Console(["decode-0"], out, form).say)
+        logs.configure("info", form, Console(["decode-0"], out, form).log_line)
         logging.getLogger("common.cluster.membership").warning("Redis is away")
         [line] = out.getvalue().splitlines()
         if form == "text":
@@ -92,6 +92,18 @@ def test_lines_of_the_supervisors_own_log_have_its_name() -> None:
         else:
             assert (found := json.loads(line))["service"] == "kvrelay"
             assert found["message"] == "Redis is away"
+
+
+def test_every_line_of_a_traceback_in_that_log_has_its_name() -> None:
+    out = io.StringIO()
+    logs.configure("info", "text", Console(["decode-0"], out).log_line)
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        logging.getLogger("kvrelay.up").exception("failed")
+    shown = out.getvalue().splitlines()
+    assert len(shown) > 2
+    assert all(line.startswith("kvrelay  | ") for line in shown)
 
 
 @pytest.mark.parametrize("last_line", ["kvrelay: no model", '{"level": "error", "message": "no model"}', "no model"])
