@@ -179,11 +179,19 @@ def why_restart(now: Part, then: Part) -> str:
     return ""
 
 
-_AT_START = (
-    *("threads", "nice", "enforce_eager", "load_format", "seed", "packed_cache_gb", "max_loras", "max_lora_rank"),
-    *("kv_transport", "may_use_collectives", "data_port", "transfer_timeout_s"),
+_OF_A_RANK = (
+    "threads",
+    "nice",
+    "enforce_eager",
+    "load_format",
+    "seed",
+    "packed_cache_gb",
+    "max_loras",
+    "max_lora_rank",
 )
-"""Options that are read once in a process, beside those that the rest of a plan follows from."""
+_OF_TRANSFERS = ("kv_transport", "may_use_collectives", "data_port", "transfer_timeout_s")
+_AT_START = _OF_A_RANK + _OF_TRANSFERS
+"""Options that a process reads once. Those that decide other fields of a plan are compared as these fields."""
 _AMONG_RANKS = ("tls_dir", "master_addr", "master_port", "rank_timeout_s", "start_timeout_s", "lease_s")
 """The same, of nodes with several ranks."""
 
