@@ -17,35 +17,11 @@ NOW, THEN = Part(PREFILL, PREFILL.plan(_P)), Part(DECODE, DECODE.plan(_D))
 
 
 _IN_FIELDS_OF_THE_PLAN = {
-    *(
-        "model",
-        "model_impl",
-        "served_model_name",
-        "tokenizer",
-        "task",
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "device",
-    ),
-    *(
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "pp_layers",
-        "prefill_context_parallel",
-        "decode_context_parallel",
-    ),
-    *("data_parallel_attention", "rebalance_experts", "redundant_experts", "lora", "max_model_len", "speculate"),
-    *(
-        "gpu_memory_utilization",
-        "kv_memory_gb",
-        "kv_blocks",
-        "host",
-        "advertise_host",
-        "redis_url",
-        "nnodes",
-        "node_rank",
-    ),
+    *("model", "model_impl", "served_model_name", "tokenizer", "task", "max_model_len", "speculate", "lora"),
+    *("device", "dtype", "quantization", "kv_cache_dtype", "kv_blocks", "kv_memory_gb", "gpu_memory_utilization"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "pp_layers", "data_parallel_attention"),
+    *("prefill_context_parallel", "decode_context_parallel", "rebalance_experts", "redundant_experts"),
+    *("nnodes", "node_rank", "host", "advertise_host", "redis_url"),
 }
 """Options that why_restart compares by what follows from them."""
 _READ_AGAIN = {
