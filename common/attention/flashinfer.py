@@ -178,8 +178,9 @@ class FlashInferAttention:
         needed = rows * self._max_blocks
         if self._graph_blocks.numel() < needed:
             self._graph_blocks = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
-        if self._split.numel() < (split := graph_split_bytes(self._shape, rows)):
-            self._split = torch.zeros(split, dtype=torch.uint8, device=self._cache.device)
+        split_bytes = graph_split_bytes(self._shape, rows)
+        if self._split.numel() < split_bytes:
+            self._split = torch.zeros(split_bytes, dtype=torch.uint8, device=self._cache.device)
         return FlashInferDecode(
             self._flashinfer, self._shape, self._cache, self._graph_blocks[:needed], self._split, self._plan, rows
         )

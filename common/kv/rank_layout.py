@@ -136,7 +136,8 @@ class KVLayout:
 
     @property
     def num_replicas(self) -> int:
-        """How many times a stage has the weights of attention, each time with other blocks of the node's pool: on `tp_size` ranks."""
+        """How often a stage has all weights of attention. A replica is `tp_size` ranks, which hold blocks of the node's pool that no
+        other replica holds."""
         return self.cp_size * self.dp_size
 
     @property

@@ -179,11 +179,10 @@ def why_restart(now: Part, then: Part) -> str:
     return ""
 
 
-_AT_START = (
-    *("threads", "nice", "enforce_eager", "load_format", "seed", "packed_cache_gb", "max_loras", "max_lora_rank"),
-    *("kv_transport", "may_use_collectives", "data_port", "transfer_timeout_s"),
-)
-"""Options that are read once in a process, beside those that the rest of a plan follows from."""
+_OF_MODEL = ("load_format", "seed", "packed_cache_gb", "enforce_eager", "max_loras", "max_lora_rank")
+_OF_TRANSFERS = ("kv_transport", "may_use_collectives", "data_port", "transfer_timeout_s")
+_AT_START = ("threads", "nice", *_OF_MODEL, *_OF_TRANSFERS)
+"""Options that a process reads once. Those that decide other fields of a plan are compared as these fields."""
 _AMONG_RANKS = ("tls_dir", "master_addr", "master_port", "rank_timeout_s", "start_timeout_s", "lease_s")
 """The same, of nodes with several ranks."""
 
@@ -195,4 +194,5 @@ def _at_start(part: Part) -> object:
     fixed = replace(plan, config=undefined, steps=undefined, speculation=None)
     are_given = plan.config.max_model_len is None, plan.config.tls_dir is None
     names = _AT_START + (_AMONG_RANKS if plan.world_size > 1 else ())
-    return fixed, are_given, [getattr(plan.config, name) for name in names]
+    # The ranks keep the tokens of a step for the next one only if steps overlap.
+    return fixed, plan.steps.depth, are_given, [getattr(plan.config, name) for name in names]

@@ -37,7 +37,7 @@ from common.engine.kv_transfer import (
 from common.kv.rank_layout import KVLayout
 
 MAX_PAIRS = 4096
-"""Pairs of ranks, the most recently used ones, of which a node knows how much they moved."""
+"""A node remembers the traffic of this many pairs of ranks, the most recently used ones."""
 
 
 @dataclass

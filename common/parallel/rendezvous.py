@@ -115,10 +115,10 @@ class Rendezvous:
                 if must_equal and values[-1] != value:
                     raise ConfigError(f"{what} differs among the node's ranks: {value} on {me}, {values[-1]} on {rank}")
             store.set(f"{what}/{me}/read", "")
-            for rank in (
-                peers if me == 0 else ()
-            ):  # rank 0 hosts the store, which must not end before the others have read
-                await_key(rank, "/read")
+            if me == 0:
+                # Rank 0 hosts the store, which must not end before the others have read.
+                for rank in peers:
+                    await_key(rank, "/read")
         except RuntimeError as error:
             raise RankLost(f"{self._place}: lost rank 0 at {self._where}: {torch_reason(error)}") from error
         return values

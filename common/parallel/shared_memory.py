@@ -54,16 +54,17 @@ class Segment:
 
         Raises: OSError, ValueError if there is none here.
         """
-        self.name = name or f"{_NAME_PREFIX}{secrets.token_hex(8)}"
+        self.name = f"{_NAME_PREFIX}{secrets.token_hex(8)}" if name is None else name
         if not self.name.startswith(_NAME_PREFIX) or "/" in self.name:
             raise ValueError(f"{name!r} names no segment")
         if name is None:
             _remove_stale()
-        path, flags = futex.SHM_DIR / self.name, 0 if name else os.O_CREAT | os.O_EXCL
-        self._path = None if name else path
+        path = futex.SHM_DIR / self.name
+        self._path, flags = (path, os.O_CREAT | os.O_EXCL) if name is None else (None, 0)
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
-            if name is None:  # reserved now: a page that cannot be allocated later kills the process
+            if name is None:
+                # Reserved now: a page that cannot be allocated later kills the process.
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES + 2 * size * SLOT_BYTES)
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(rank))
             self.map = mmap.mmap(self._fd, _HEADER_BYTES + 2 * size * SLOT_BYTES)
@@ -205,7 +206,8 @@ class SharedMemoryGroup:
     def gather_all(self, x: Tensor) -> Tensor:
         flat = x.view(-1)
         out = x.new_empty(self._size, flat.numel())
-        for piece, place in zip(flat.split(room := SLOT_BYTES // x.itemsize), out.split(room, 1), strict=True):
+        room = SLOT_BYTES // x.itemsize
+        for piece, place in zip(flat.split(room), out.split(room, 1), strict=True):
             place.copy_(self._share(piece)[:, : piece.numel()])
         return out.view(self._size, *x.shape)
 

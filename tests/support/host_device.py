@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage, KVStorage
 from kvtransfer.copy.device import CopyRuns, StreamMark
 
 CopyRuns = Callable[[CopyRuns, CopyRuns, int, int, int], None]
@@ -67,7 +67,12 @@ class HostDevice:
         os.ftruncate(self._fd, size)
         self._memory = np.frombuffer(mmap.mmap(self._fd, size), dtype=np.uint8)
         self._memory[:] = storage.host_bytes
-        storage.use(torch.from_numpy(self._memory))
+        storage.data, storage.host_bytes = torch.from_numpy(self._memory), self._memory
+        spec, scales = storage.layout.spec, [group.scales for group in storage.groups]
+        storage.groups = tuple(
+            GroupStorage(storage.data, group, memory, spec.block_size, own)
+            for group, memory, own in zip(spec.groups, storage.memories, scales, strict=True)
+        )
         self._buffers: list[np.ndarray] = []
         self._started: list[Callable[[], None]] = []
         self._followed: tuple[StreamMark, ...] = ()
