@@ -84,7 +84,10 @@ def admitted_caller(
     priority: int | None,
     count: int = 1,
 ) -> Caller:
-    """The caller, as `caller_from`. Raises: what `Dispatcher.check_room` raises for `count` requests, before anything is tokenized."""
+    """The caller of `count` requests for which there is room. Called before anything is tokenized.
+
+    Raises: what `Dispatcher.check_room` raises.
+    """
     caller = caller_from(request, user, priority)
     services.dispatcher.check_room(model.base, count, caller.tenant, caller.priority)
     return caller
@@ -103,8 +106,10 @@ def parse_as(
     *,
     ids: str = "",
 ) -> Awaitable[tuple[_T, int]]:
-    """The body, made by `check`, and its size in bytes, which bounds all work on it. `ids`: prefix of the request's ids, which are
-    set before anything can fail: error responses carry them too; empty: it has none.
+    """The body, made by `check`, and its size in bytes, which bounds all work on it.
+
+    `ids`: prefix of the request's ids, which are set before anything can fail, because error responses carry them too;
+    empty: the request has none.
     """
     if ids:
         request.scope[_IDS] = RequestIds.make(ids, header(request.scope, b"x-request-id"))
@@ -165,7 +170,10 @@ async def serve_chat(
     size: int,
     shape: Callable[[FormatOptions, Tokenizer, Sequence[OutputParser]], Format],
 ) -> Response:
-    """Answer a conversation in the shape of a call. `size`: bytes of its body. Raises: as `prepare_chat`, NotFound for the model."""
+    """Answer a conversation in the shape of a call. `size`: bytes of its body.
+
+    Raises: NotFound for the model, and what `prepare_chat` raises.
+    """
     model = services.catalog.model_for(body.model, "generate")
     chat = await prepare_chat(request, services, body, size, model)
     form = shape(format_options(request, services, body, model), model.tokenizer, chat.parsers(body.n or 1))

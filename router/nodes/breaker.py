@@ -26,11 +26,12 @@ from common.base.errors import AdapterMissing, ClientError, DeadlineExceeded, Ha
 
 _NOT_OF_NODES = ClientError | Overloaded | HandshakeRefused | AdapterMissing
 
-
 FAILURES, SUCCESSES = 3, 2
 """Consecutive failures that open a breaker, and consecutive successes that close a half-open one."""
 _OPEN_S, MAX_OPEN_S = 5.0, 60.0
+"""How long a breaker stays open at first, and at most."""
 PROBE_EVERY_S = 1.0
+"""Least time between two attempts at a half-open node."""
 _BURST_S = 0.25
 """Failures within this time of the last counted one belong to the same event."""
 

@@ -235,7 +235,10 @@ class NodeTable:
         self.open_leg(node, message.key, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
-        """Count a request as in flight at this node until `release`; computing its `tokens` is estimated to take `work_s`."""
+        """Count a request as in flight at this node until `release`.
+
+        `tokens`: prompt tokens to compute, which is estimated to take `work_s`; `blocks`: of KV to hold.
+        """
         node.sent += 1
         node.legs[key] = OpenLeg(node.sent, tokens, blocks)
         if node.fleet is not None:

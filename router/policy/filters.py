@@ -57,7 +57,10 @@ def targets_of(query: Query, decode: Fleet) -> Fleet:
 
 
 def sources_of(query: Query, prefill: Fleet, target: LegDecision, kv_kind: str) -> tuple[Fleet, str]:
-    """The prefill nodes, also avoided ones, that can compute the prompt for this decode node; or why none can be used."""
+    """The prefill nodes that can compute the prompt for this decode node, and why none is used; "" if one can be.
+
+    Nodes to avoid are among them.
+    """
     if not prefill.incarnations:
         return prefill, "no prefill node is available"
     if target.incarnation in query.avoid:

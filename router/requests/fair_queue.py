@@ -64,7 +64,11 @@ class FairQueue:
         self._queued.pop(request_id, None)
 
     def pop(self, crowded: Collection[Adapter] = (), tenants: Collection[str] | None = None) -> str | None:
-        """Take out the request whose turn it is, of these `tenants`, and with none of the adapters in `crowded`."""
+        """Take out the request whose turn it is.
+
+        `crowded`: adapters whose nodes have no room; requests with these have no part in the turn. `tenants`: only their
+        requests have; None: all.
+        """
         ready = [
             each
             for each in self.requests

@@ -10,7 +10,7 @@ from common.control.messages import Adapter
 
 
 class Tenant(NamedTuple):
-    """Whose fair share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
+    """The tenant and user whose share a request counts against. `user`, which clients choose, only divides the share of `name`."""
 
     name: str = ""
     """A hash of the API key, or the client's address where there are no keys."""

@@ -43,7 +43,10 @@ class BlockCache:
         return count
 
     def take(self, hashes: Sequence[BlockHash], private: int = 0) -> int | None:
-        """Use a sequence's blocks and `private` more. Returns how many leading ones were here; None, unchanged, without room."""
+        """Use a sequence's blocks and `private` more. Returns how many leading ones were here.
+
+        If there is no room, nothing changes and None is returned.
+        """
         used, cached = self._used, self._cached
         new = private + len(hashes) - sum(map(used.__contains__, hashes))
         if new > self.capacity - len(used) - self._private:

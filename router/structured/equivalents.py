@@ -79,7 +79,7 @@ class Equivalents:
         """List the properties of an object whose names are enumerated, or say their pattern."""
         given = schema["propertyNames"]
         described = referred_schema(given, self._root)
-        pattern = _pattern_of_names(described) if described is given or len(given) == 1 else None
+        pattern = _pattern_of_names(described) if described is given or len(members(given)) == 1 else None
         if pattern is not None:
             del schema["propertyNames"]
             schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}

@@ -59,7 +59,9 @@ class Relaxed:
             del schema[key]
         self.note(key for key in found if _SILENT.get(key) is None or _SILENT[key] not in found)
         schema.pop("$dynamicAnchor", None)
-        if "format" in schema and schema["format"] not in FORMATS and "string" in types_of(schema, "string"):
+        kind = schema.get("format")
+        is_held = isinstance(kind, str) and kind in FORMATS
+        if "format" in schema and not is_held and "string" in types_of(schema, "string"):
             self._leave_out(schema, "format")
         if isinstance(schema.get("pattern"), str) and not is_supported(schema["pattern"]):
             self._leave_out(schema, "pattern")

@@ -32,7 +32,8 @@ def tool_grammar(
     text in which all calls are such, or, if there is one, follows the grammar `otherwise` instead.
 
     `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning, which may precede the calls; the end of
-    `prompt`, the rendered text, says whether it has begun. `relaxed`: notes what the grammar does not hold of functions that are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
+    `prompt`, the rendered text, says whether it has begun. `relaxed`: notes what the grammar does not hold of functions that
+    are not strict, as `FUNCTION.KEYWORD`; None: all of them are strict.
     Raises: BadRequest for schemas of strict functions that cannot be held.
     """
     if format_name == "mistral" and vocabulary.token_id(mistral.ARGS) is not None:
@@ -125,7 +126,7 @@ class _Lark(LarkRules):
         return f"{opening} /(.|\\n)*/ {self.parts((harmony.END, harmony.START, 'assistant'))}"
 
     def reasoning(self, tags: ReasoningTags | None, prompt: str) -> str:
-        """Reasoning between tags. Behind a prompt that has opened it, the grammar begins at the token that closes it, if one does."""
+        """Reasoning between tags. If the prompt has opened it and one token closes it, the grammar begins behind that token."""
         if tags is None or tags.closed_by(prompt):
             return ""
         opened = tags.opened_by(prompt)

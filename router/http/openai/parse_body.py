@@ -49,8 +49,9 @@ def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 
 def equivalent_request(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
-    """The completion call's request that means the same as another call's body. Its limit of tokens may be more than the context
-    has room for, which is an error in the two completion calls only. Raises: BadRequest.
+    """The completion call's request that means the same as another call's body. Raises: BadRequest.
+
+    Its limit of tokens may be more than the context has room for, which is an error in the two completion calls only.
     """
     body = completion_request(fields, kind)
     body.model_fields_set.difference_update(("max_tokens", "max_completion_tokens"))

@@ -104,7 +104,10 @@ def _limit(body: PoolingFields, model: ServedModel) -> int | None:
 def _checked(
     found: list[list[int]], body: EmbeddingRequest | PoolingRequest, model: ServedModel, param: str, first: int
 ) -> list[PoolInput]:
-    """The inputs, cut if the body says so. Raises: BadRequest if one does not have one to `max_model_len` tokens of the vocabulary."""
+    """The inputs, cut if the body says so.
+
+    Raises: BadRequest if an input does not have one to `max_model_len` tokens, or has one outside the vocabulary.
+    """
     if (cut := _limit(body, model)) is not None:
         found = [ids[-cut:] if body.truncation_side == "left" else ids[:cut] for ids in found]
     for index, ids in enumerate(found, first):

@@ -39,7 +39,10 @@ async def serve_pooled(
     *,
     tasks: Sequence[Task] = ("embed",),
 ) -> Response:
-    """Compute the vectors that a body of `size` bytes asks for, and answer with `answer(...)`. `tasks`: of models that can."""
+    """Compute the vectors that a body of `size` bytes asks for, and answer with `answer(...)`.
+
+    `tasks`: those of the models that can do it.
+    """
     model = services.catalog.model_for(body.model, *tasks)
     caller = admitted_caller(request, services, model, body.user, body.priority)
     ids = with_client_id(request, body.request_id)

@@ -19,6 +19,7 @@ from router.structured.json_schema import (
     json_schema_grammar,
     without_further_properties,
 )
+from router.structured.relaxed import Relaxed
 
 DEMO = resolve_model("demo")
 ROW = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -293,6 +294,25 @@ def test_objects_can_be_closed() -> None:
     assert closed["properties"]["b"]["additionalProperties"] is True
     assert json.dumps(closed).count("additionalProperties") == 4
     assert "additionalProperties" not in schema
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("propertyNames", {"type": "object", "propertyNames": 5}),
+        ("propertyNames", {"type": "object", "propertyNames": None}),
+        ("format", {"type": "string", "format": ["date"]}),
+        ("format", {"type": "string", "format": {"date": True}}),
+    ],
+)
+def test_a_keyword_with_a_value_of_another_type_is_refused_or_left_out(
+    tokenizer: LLTokenizer, keyword: str, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(BadRequest, match=keyword):
+        compile_grammar(tokenizer, json_schema_grammar(schema))
+    relaxed = Relaxed()
+    compile_grammar(tokenizer, json_schema_grammar(schema, relaxed=relaxed))
+    assert relaxed.names == (keyword,)
 
 
 def test_the_grammar_is_what_llguidance_takes() -> None:
