@@ -49,7 +49,7 @@ def reshard(src: KVLayout, dst: KVLayout, src_home: int = 0, dst_home: int = 0) 
 def _sources(
     src: KVLayout, shards: list[RankShard], wanted: GroupPart, replica: int, turn: int
 ) -> list[tuple[int, GroupPart]]:
-    """The tensor-parallel ranks of one stage and stripe that together have what these have of `wanted`, and which part each one
+    """The tensor-parallel ranks of one stage and stripe that together hold this stage's part of `wanted`, and which part each one
     sends. `replica`: pp_rank * num_replicas + its number in the stage."""
     copies = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
     ranks = range(replica * src.tp_size + turn % copies, (replica + 1) * src.tp_size, copies)
