@@ -100,9 +100,10 @@ class SdpaAttention:
         self._device = kv.device
         self._graph_blocks = longest_table(shape, kv.num_blocks) if graph_rows else 0
         """KV blocks of each row in static memory."""
-        self._slots = torch.zeros(graph_rows, dtype=torch.int64, device=kv.device)
+        self._slots = torch.empty(0, dtype=torch.int64)
         self._decodes: _Decodes | None = None
         if graph_rows:
+            self._slots = torch.zeros(graph_rows, dtype=torch.int64, device=kv.device)
             length = self._graph_blocks * kv.block_size
             self._decodes = _Decodes(
                 torch.zeros(graph_rows, self._graph_blocks, dtype=torch.int64, device=kv.device),

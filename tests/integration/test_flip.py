@@ -75,11 +75,11 @@ def test_nodes_flip_and_swap_in_place_under_load(system: System) -> None:
 
 
 def test_no_node_flips_while_all_others_of_its_role_drain(system: System) -> None:
-    """Asked at once, before any router knows of the drain."""
+    """Whether the router that is asked knows of the drain already or does not."""
     names = [name for name, role in roles(system).items() if role == "decode"]
     system.admin("drain", names[0])
     try:
-        assert "decode nodes of demo" in system.admin("flip", names[1], code=1)
+        assert re.search("decode nodes? of demo", system.admin("flip", names[1], code=1))
     finally:
         system.admin("undrain", names[0])
     wait_until(lambda: len(roles(system)) == 4, 30, "all nodes are usable")
