@@ -93,12 +93,12 @@ void attend(kv_team* team) {
                          first_blocks.data(), block_ids.data(), slots.data(),
                          is_stripe ? row_starts.data() : nullptr, is_stripe ? row_ends.data() : nullptr, partial_dim};
     KV_FUNCTION(attention_forward)(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,
-                         new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
+                                   new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
     if (!is_stripe) return;
     const int stripes = 1 + below(4);
     Numbers parts(stripes * rows * q_heads * (partial_dim + 1), KV_F32), joined(rows * q_heads * partial_dim, dtype);
-    KV_FUNCTION(join_partials)(team, reinterpret_cast<float*>(parts.memory), stripes, int(rows), q_heads, partial_dim, nullptr, dtype,
-                     joined.memory);
+    KV_FUNCTION(join_partials)(team, reinterpret_cast<float*>(parts.memory), stripes, int(rows), q_heads, partial_dim, nullptr,
+                               dtype, joined.memory);
 }
 
 bool has_groups(int format) { return format == KV_LINEAR_INT4 || format == KV_LINEAR_FP4; }

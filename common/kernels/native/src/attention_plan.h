@@ -75,6 +75,7 @@ struct Plan {
         const int rows = int(std::max<int64_t>(FEWEST_ROWS, std::min<int64_t>(most, share)));
         const int64_t cost = add_items(cache, batch, std::max(1, rows / group));
         const int64_t cost_share = team.size() == 1 ? cost : cost / (TASKS_PER_MEMBER * team.size());
+        tasks.reserve(items.size());
         for (int i = 0; i < int(items.size()); ++i) add_tasks(i, cost_share, sizes);
         join_tasks(team.size(), cost);
         team.buffers[kv_team::ATTENTION_PARTIALS].reserve(partials * sizeof(float));
@@ -85,6 +86,7 @@ struct Plan {
     // Returns the cost of all items.
     int64_t add_items(const kv_cache& cache, const kv_batch& batch, int rows_per_item) {
         int64_t cost = 0;
+        items.reserve((batch.num_rows / rows_per_item + batch.num_entries) * cache.kv_heads);
         for (int entry = 0; entry < batch.num_entries; ++entry) {
             const int lo = batch.first_rows[entry], hi = batch.first_rows[entry + 1];
             // The last rows see most: their items are the largest and come first.
