@@ -47,7 +47,8 @@ def check_model(path: Path, implementation: ModelImpl) -> None:
 
 
 def _find_native(path: Path, implementation: ModelImpl) -> ModelConfig | UnknownArchitecture | None:
-    """The config by a native family, or why a class of transformers takes its place; None: because it is asked for.
+    """The config by a native family, or the error if none has the architecture and transformers may take its place. None:
+    `implementation` asks for transformers.
 
     Raises: ConfigError.
     """

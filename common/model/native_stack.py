@@ -44,7 +44,8 @@ class NativeStack:
 
     def forward(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> Tensor:
         """Run all layers: `DecoderLayer.forward`."""
-        backend, [rope] = context.backend, context.rotations
+        backend = context.backend
+        [rope] = context.rotations
         if self._latest is None or self._latest[0] is not backend:
             self._latest = backend, self.memory(backend)
         memory = self._latest[1]
@@ -54,8 +55,8 @@ class NativeStack:
                 delta = layer.forward(x, delta, context)
             assert delta is not None
             return delta
-        delta, native, count = torch.empty_like(x), self.native, len(self._layers)
-        rows = x.data_ptr(), delta.data_ptr()
+        delta = torch.empty_like(x)
+        native, count, rows = self.native, len(self._layers), (x.data_ptr(), delta.data_ptr())
         native.layers_forward(native.team, count, self.addresses, *memory, rope.address, *rows)
         return delta
 

@@ -23,7 +23,7 @@ _DUMMY_STD = 0.02
 
 
 class WeightSource(Protocol):
-    """Named tensors of a whole model. What a source does not define itself is that of numbers that are drawn."""
+    """Named tensors of a whole model. The methods other than `read` have defaults, for a source that stores nothing."""
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor of this name is stored."""

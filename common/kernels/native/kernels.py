@@ -34,7 +34,8 @@ class NativeKernels(TorchKernels):
         return self._norm(residual, x.contiguous(), weight, eps)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out, native, dtype = torch.empty_like(residual), self.native, DTYPES[residual.dtype]
+        out = torch.empty_like(residual)
+        native, dtype = self.native, DTYPES[residual.dtype]
         rows, hidden = residual.shape
         given = None if delta is None else delta.data_ptr()
         native.norm(

@@ -121,7 +121,8 @@ class NativeLinear:
         rows, heads, inputs = x.shape
         assert (heads * y.size(2), inputs) == self.packed.shape
         assert y.size(2) % PANEL == 0
-        (x_row, x_head, x_unit), (y_row, y_head, y_unit) = x.stride(), y.stride()
+        x_row, x_head, x_unit = x.stride()
+        y_row, y_head, y_unit = y.stride()
         assert x_unit == y_unit == 1
         native, layer, dtype = self._native, self._struct_address, DTYPES[x.dtype]
         native.heads_forward(

@@ -45,7 +45,7 @@ class Adapters:
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         self._make_products = TorchProducts if native is None else lambda: NativeProducts(native)
         self.runs: AdapterRuns | None = None
-        """Rows of the step that runs with an adapter; None: it has none."""
+        """The present step's runs of rows with an adapter; None: it has none."""
 
     def adapt(self, base: Linear, parts: list[LinearPart]) -> AdaptedLinear:
         """Have `base` apply adapters: `Build.adapt`."""
@@ -54,8 +54,8 @@ class Adapters:
         return linear
 
     def of_layer(self, linears: Sequence[Linear]) -> Callable[[], int | None]:
-        """For a whole native layer with these linear layers, what gives the address of a step's `LoraStruct`; None without
-        adapters in the step."""
+        """A function for a whole native layer with these linear layers. It returns the address of the present step's
+        `LoraStruct`, None if the step has no adapters."""
         products = [each.products for each in linears if isinstance(each, AdaptedLinear)]
         of_layer = LayerProducts([each for each in products if isinstance(each, NativeProducts)])
         return lambda: None if self.runs is None else of_layer.address(self.runs)

@@ -110,7 +110,8 @@ class NativeProducts:
         if not len(terms):
             return
         native, x = self._native, x if x.stride(-1) == 1 else x.contiguous()
-        inputs, outputs = (DTYPES[x.dtype], x.data_ptr(), x.stride(0)), (y.data_ptr(), DTYPES[y.dtype], y.stride(0))
+        inputs = DTYPES[x.dtype], x.data_ptr(), x.stride(0)
+        outputs = y.data_ptr(), DTYPES[y.dtype], y.stride(0)
         native.lora_add(native.team, terms, len(terms), runs.structs, *inputs, *outputs)
 
 

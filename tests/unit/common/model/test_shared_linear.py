@@ -49,8 +49,7 @@ def logits(model: DecoderModel) -> torch.Tensor:
 
 def tensors_of(model: DecoderModel) -> list[torch.Tensor]:
     [stack] = model._layers
-    whole = [getattr(layer, "_whole", layer) for layer in getattr(stack, "_layers", [])]  # below LoRA
-    layers: list[Any] = [getattr(layer, "_layer", layer) for layer in whole]  # pyright: ignore[reportPrivateUsage]
+    layers: list[Any] = [layer._layer for layer in getattr(stack, "_layers", [])]  # pyright: ignore[reportPrivateUsage]
     linears = [each for layer in layers for each in (layer.attention.qkv, layer.mlp.up, layer.mlp.down)]
     return [getattr(linear, "base", linear).packed.weight for linear in linears]
 
