@@ -316,7 +316,7 @@ void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int6
     multiply_in_tiles<Weights, Weights::ROWS, Weights::HALVES>(l, panel_index, panel, panel_bytes, rows, output, row, num_rows);
 }
 
-// Two panels by one row. Processors with AVX2 read them as two streams, of which they prefetch more than of a single one.
+// Two panels by one row. Processors with AVX2 read them as two streams, and prefetch more of two streams than of one.
 constexpr bool TAKES_TWO_PANELS = VECTOR_BYTES == 32;
 template <class Weights>
 void multiply_two_panels(const kv_linear& l, int panel_index, const char* panel, int64_t panel_bytes,
