@@ -33,7 +33,7 @@ void put_head(const kv_cache& cache, int plane, int64_t slot, int head, const In
 
 namespace attention {
 
-// Of the next partition, fetched at each of 20 points or more of the work on this one.
+// Tokens of the next partition that one call fetches. The work on a partition calls it 20 times or more.
 constexpr int TOKENS_PER_CALL = 7;
 
 // Queries and results of all rows, each [rows][q_heads][head_dim], rows at a distance of the strides. Of a stripe the results are

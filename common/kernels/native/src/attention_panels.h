@@ -113,7 +113,7 @@ KV_INLINE void pair_words(const T* x, const T* y, Words (&pairs)[2]) {
 #endif
 }
 
-// A panel's 32 words of one token's numbers, or of two tokens' in turns.
+// A panel's 32 words of one token's numbers, or of two tokens' numbers interleaved.
 template <class T>
 KV_INLINE void store_words(const T* x, const T*, uint32_t* out, float) {
     store(reinterpret_cast<float*>(out), load(x));
@@ -143,7 +143,7 @@ KV_INLINE void swap_steps(WordPart (&square)[PART_LANES]) {
     }
 }
 
-// Sixteen tokens' words become sixteen words' tokens, at a distance of `stride` words.
+// Transposes 16 x 16 words: row i of `out`, `stride` words after the one before, gets word i of each token.
 KV_INLINE void store_transposed(const Words (&rows)[LANES], uint32_t* out, int stride) {
     for (int i = 0; i < PARTS; ++i)
         for (int j = 0; j < PARTS; ++j) {

@@ -57,7 +57,7 @@ inline int begin_of(const kv_cache& cache, const kv_batch& batch, const Item& it
 constexpr int MOST_ROWS = 192, FEWEST_ROWS = 24, MOST_NUMBERS = 24576;
 constexpr int TASKS_PER_MEMBER = 4;
 
-// Made outside of run().
+// What the members of a team do for one batch; made before they run.
 struct Plan {
     const int group;
     int max_rows = 0;      // of an item

@@ -107,13 +107,13 @@ struct PanelValues {
 };
 
 template <size_t... I>
-KV_INLINE void store_part_in_turns(float* out, FloatPart even, FloatPart odd, std::index_sequence<I...>) {
+KV_INLINE void store_part_interleaved(float* out, FloatPart even, FloatPart odd, std::index_sequence<I...>) {
     *(FloatPart*)out = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * PART_LANES)...);
     *(FloatPart*)(out + PART_LANES) = __builtin_shufflevector(even, odd, ((PART_LANES + I) / 2 + I % 2 * PART_LANES)...);
 }
-// Writes 32 numbers in turns: one of `even`, one of `odd`.
-KV_INLINE void store_in_turns(float* out, Lanes even, Lanes odd) {
-    KV_PARTS store_part_in_turns(out + 2 * p * PART_LANES, even.v[p], odd.v[p], std::make_index_sequence<PART_LANES>{});
+// Writes 32 numbers interleaved: one of `even`, one of `odd`.
+KV_INLINE void store_interleaved(float* out, Lanes even, Lanes odd) {
+    KV_PARTS store_part_interleaved(out + 2 * p * PART_LANES, even.v[p], odd.v[p], std::make_index_sequence<PART_LANES>{});
 }
 
 // Whether values come straight from the blocks: if one tile takes all rows, panels would be written to be read once. Matrix
@@ -177,7 +177,7 @@ struct BlockValues {
     // Thirty-two results, of both halves.
     static KV_INLINE void put(Lanes first, Lanes second, float* out) {
         if (sizeof(Act) == 4 && IN_PAIRS)
-            store_in_turns(out, first, second);
+            store_interleaved(out, first, second);
         else
             store(out, first), store(out + LANES, second);
     }
@@ -330,7 +330,7 @@ struct Scores {
     float scale, cap;
 };
 
-// The top of rows that see nothing: so low that they weigh nothing, but finite, because minus infinity less itself is NaN.
+// Highest score of rows that attend to nothing: finite, because minus infinity less itself is NaN, but without weight.
 constexpr float NO_TOP = -1e30f;
 
 // Attention of up to TILE_ROWS<Act> rows to a partition, whose keys are in panels of Number. Row m attends to tokens

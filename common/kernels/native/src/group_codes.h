@@ -85,7 +85,7 @@ struct Int4Weights<bf16> : PairedNumbers<Int4Weights<bf16>, bf16> {
     using Sums = Lanes;
     static constexpr bool HAS_ZEROS = true;
     static constexpr float ADDED = 128;  // 128 + code is a bfloat16 whose low bits are the code
-    // ADDED makes sums up to 100 times as large as those of codes less zeros, and their rounding errors with them. Intel's
+    // ADDED makes sums up to 100 times as large as those of codes minus zero points, and their rounding errors with them. Intel's
     // processors round after each product, of equal inputs always in the same direction. A product of two bfloat16 numbers has
     // 16 significant bits, so that float32 holds the sum of 256 products of one size exactly.
     static constexpr int MOST_SUMMED = 256;
