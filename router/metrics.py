@@ -84,6 +84,8 @@ class Metrics:
         self._refused = counter("vllm:num_requests_rejected", "Requests refused, by the error's code.", "reason")
         text = "Fields of requests that no known API has, and were ignored."
         self._ignored_fields = counter("kvrelay_ignored_fields", text).labels()
+        text = "Nodes that answer this router although Redis has no record of them."
+        self._unrenewed = Gauge("kvrelay_nodes_unrenewed", text, registry=self.registry)
         self._desired: dict[str, Gauge] = {}
         self._by_model: dict[str, ModelMetrics] = {}
 
@@ -102,8 +104,7 @@ class Metrics:
 
     def watch_records(self, unrenewed: Callable[[], int]) -> None:
         """Export how many nodes answer although their records in Redis have ended."""
-        text = "Nodes that answer this router although Redis has no record of them."
-        self._watch("kvrelay_nodes_unrenewed", text, unrenewed)
+        self._unrenewed.set_function(unrenewed)
 
     def _watch(self, name: str, text: str, read: Callable[[], int]) -> None:
         Gauge(name, text, registry=self.registry).set_function(read)

@@ -58,7 +58,6 @@ def test_every_metric_and_label_of_the_dashboard_and_the_rules_is_exported(model
             "kvrelay_relay_bytes_total": {"model_name", "node", "role", "transport"},
             "vllm:iteration_tokens_total_bucket": {"model_name", "node", "role", "le"},
             "kvrelay_redis_away": set(),
-            "kvrelay_nodes_unrenewed": set(),
             "kvrelay_index_lag_seconds": set(),
             "kvrelay_index_nodes_silent": set(),
         }

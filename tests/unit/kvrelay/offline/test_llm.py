@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import kvrelay.offline.llm
-import kvrelay.offline.local_node
+import kvrelay.offline.run_async
 from common.config.service_configs import UpConfig
 from common.kernels.native.find import find_native
 from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
@@ -250,7 +250,7 @@ def test_an_interrupted_start_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) 
         start(node, *args)
 
     monkeypatch.setattr(LocalNode, "_start", late_start)
-    monkeypatch.setattr(kvrelay.offline.local_node, "Future", Interrupted)
+    monkeypatch.setattr(kvrelay.offline.run_async, "Future", Interrupted)
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         LLM(kv_memory_gb=0.01)

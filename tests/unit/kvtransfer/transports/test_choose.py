@@ -76,7 +76,7 @@ def test_first_transport_that_both_ranks_can_use_is_chosen(
     src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str
 ) -> None:
     choice = choose(src, dst, wanted)
-    assert choice.transport == taken
+    assert choice.offer.transport == taken
     assert choice.offer in dst
     assert why in choice.why
 
@@ -93,7 +93,7 @@ def test_failed_transport_is_avoided_while_another_is_left(
     failed: dict[str, str], wanted: str, taken: str, why: str
 ) -> None:
     choice = choose([ZMQ, SHM], [ZMQ, SHM], wanted, failed)
-    assert choice.transport == taken
+    assert choice.offer.transport == taken
     assert why in choice.why
 
 
@@ -103,7 +103,7 @@ def test_failed_transport_is_avoided_while_another_is_left(
 )
 def test_gpus_that_cannot_share_memory_use_nccl_or_else_pinned_memory(other_gpu: str, taken: str, why: str) -> None:
     choice = choose(on_gpu("A"), on_gpu(other_gpu), "auto", {"cuda_ipc": "no peer access"})
-    assert choice.transport == taken
+    assert choice.offer.transport == taken
     assert why in choice.why
 
 
@@ -197,7 +197,7 @@ def test_equal_host_ids_on_different_hosts_fall_back_to_zmq_at_once(
     caplog.set_level(logging.INFO)
     cluster = make(layout(), layout())
     receiver = cluster.receivers[0].end
-    receiver._address = receiver.address.replace("/kvrelay-", "/kvrelay-elsewhere-")
+    receiver.address = receiver.address.replace("/kvrelay-", "/kvrelay-elsewhere-")
     cluster.transfer("r", tokens=27).run()
     assert "shm" not in moved(cluster.receivers[0])
     [said] = [r.getMessage() for r in caplog.records if " over " in r.getMessage()]

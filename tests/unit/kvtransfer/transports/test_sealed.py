@@ -67,7 +67,7 @@ def tapped_cluster(*, seals: bool) -> Iterator[tuple[Cluster, list[Tap]]]:
         place, key = split_key(listener.offer.endpoint)[0], listener.offer.key
         taps.append(Tap(int(place.rpartition(":")[2])))
         end = TransferEnd(*where, [], [listener], incarnation="dst-1", **options)
-        end._address = with_key(f"zmq+tcp://127.0.0.1:{taps[-1].port}", key)
+        end.address = with_key(f"zmq+tcp://127.0.0.1:{taps[-1].port}", key)
         return end
 
     options = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1}
@@ -202,7 +202,7 @@ def test_a_message_sent_again_after_its_connection_was_forgotten_harms_no_other_
 def test_a_sender_whose_key_is_of_an_earlier_start_of_the_receiver_fails_its_transfer(cluster: Cluster) -> None:
     rank = cluster.receivers[0].end
     address, _ = split_key(rank.address)
-    rank._address = with_key(address, ServerKey().public)
+    rank.address = with_key(address, ServerKey().public)
     transfer = cluster.transfer()
     transfer.compute()
     transfer.open_receivers()
