@@ -33,6 +33,7 @@ from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
 LEASE_S = 0.6
+POLL_S = 0.02
 
 
 def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
@@ -46,7 +47,7 @@ class View:
 
     def __init__(self, redis_url: str, cluster: str, grace_s: float) -> None:
         self.changes: list[list[NodeRecord]] = []
-        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=0.02, grace_s=grace_s)
+        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=POLL_S, grace_s=grace_s)
 
     @property
     def ids(self) -> list[str]:
@@ -70,8 +71,10 @@ async def watching(redis_url: str, cluster: str, grace_s: float = 3 * LEASE_S) -
 
 
 @asynccontextmanager
-async def registered(redis_url: str, cluster: str, record: NodeRecord) -> AsyncIterator[asyncio.Task[None]]:
-    registrar = Registrar(redis_url, cluster, record, lease_s=LEASE_S)
+async def registered(
+    redis_url: str, cluster: str, record: NodeRecord, lease_s: float = LEASE_S
+) -> AsyncIterator[asyncio.Task[None]]:
+    registrar = Registrar(redis_url, cluster, record, lease_s=lease_s)
     task = asyncio.create_task(registrar.run())
     try:
         yield task
@@ -328,14 +331,17 @@ def test_flushed_redis_removes_no_node(redis_server: RedisServer, cluster: str) 
     async def main() -> None:
         records = [a_record(f"d{i}") for i in range(3)]
         async with AsyncExitStack() as stack:
-            view = await stack.enter_async_context(watching(redis_server.url, cluster))
+            view = await stack.enter_async_context(watching(redis_server.url, cluster, grace_s=20.0))
             for record in records:
-                await stack.enter_async_context(registered(redis_server.url, cluster, record))
+                await stack.enter_async_context(registered(redis_server.url, cluster, record, lease_s=2.0))
             await view.until(lambda: view.directory.records == records)
             seen = len(view.changes)
             with redis.Redis.from_url(redis_server.url) as client:
-                client.delete(*client.keys(f"kvrelay:{{{cluster}}}:*"))
-            await asyncio.sleep(5 * LEASE_S)
+                pattern = f"kvrelay:{{{cluster}}}:*"
+                keys = set(client.keys(pattern))
+                client.delete(*keys)
+                await view.until(lambda: set(client.keys(pattern)) >= keys)  # all nodes have registered again
+            await asyncio.sleep(10 * POLL_S)
             assert view.directory.records == records
             assert len(view.changes) == seen
 
