@@ -69,6 +69,7 @@ def make_drafting(plan: NodePlan, draft: Worker | None = None, head: DraftHeadPr
         max_model_len, chunk = draft.plan.model.max_model_len, plan.steps.prefill_chunk
         model = DraftModel(draft.runner, draft.num_blocks, max_model_len=max_model_len, prompt_chunk=chunk)
         return Drafting(model, speculation.max_drafts)
+    assert speculation.method in ("suffix", "ngram"), speculation.method
     return Drafting(IndexProposer(speculation.method, speculation.max_answer_tokens), speculation.max_drafts)
 
 
