@@ -133,7 +133,7 @@ class Registrar:
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         lease_ms = max(1, round(1000 * self._lease_s))
         try:
-            with tolerated("could not deregister, the record expires with its lease"):
+            with tolerated(log, "could not deregister, the record expires with its lease"):
                 await self._client.eval(DEREGISTER, len(names), *names, peer.incarnation, peer.node_id, lease_ms)
                 if next_role is not None:
                     await self._client.set(keys.role(peer.node_id), next_role, ex=_KEEP_S)

@@ -172,20 +172,20 @@ def _complaint(redis_url: str, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def tolerated(consequence: str) -> Generator[None]:
-    """If Redis cannot be used in the block, log `consequence` with the reason, and continue after the block."""
+def tolerated(log: logging.Logger, consequence: str) -> Generator[None]:
+    """If Redis cannot be used in the block, log `consequence` with the reason, and continue after the block. Without %."""
     try:
         yield
     except UNREACHABLE as error:
-        log.warning("%s: %s", consequence, short(error))
+        log.warning(f"{consequence}: %s", short(error))  # a text of its own, by which repetitions are limited
 
 
 @contextlib.asynccontextmanager
-async def brief_client(redis_url: str, consequence: str) -> AsyncGenerator[RedisClient]:
+async def brief_client(redis_url: str, log: logging.Logger, consequence: str) -> AsyncGenerator[RedisClient]:
     """A client during the block. If Redis cannot be used, log `consequence` with the reason, and continue after the block."""
     client = connect(redis_url)
     try:
-        with tolerated(consequence):
+        with tolerated(log, consequence):
             yield client
     finally:
         await client.aclose()

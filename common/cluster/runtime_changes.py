@@ -4,6 +4,7 @@ now. Runs on the node's asyncio loop.
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 from common.base.errors import BadRequest, Unavailable
@@ -12,6 +13,8 @@ from common.cluster.records import LoadedAdapters, Records
 from common.cluster.redis_client import UNREACHABLE, brief_client, connect, short, tolerated
 from common.cluster.redis_keys import Keys
 from common.control.messages import NodeRecord, Role
+
+log = logging.getLogger(__name__)
 
 HELD_S = 6.0
 """How long the right to change roles lasts without a renewal."""
@@ -40,7 +43,7 @@ return 1
 
 async def read_changed_role(redis_url: str, cluster: str, node_id: str) -> Role | None:
     """The role that the node's last process had, if it was changed while it ran; None also if Redis does not answer."""
-    async with brief_client(redis_url, "cannot read whether this node's role was changed") as client:
+    async with brief_client(redis_url, log, "cannot read whether this node's role was changed") as client:
         found = await client.get(Keys(cluster).role(node_id))
         return "prefill" if found == b"prefill" else "decode" if found == b"decode" else None
     return None
@@ -48,7 +51,7 @@ async def read_changed_role(redis_url: str, cluster: str, node_id: str) -> Role 
 
 async def forget_changed_role(redis_url: str, cluster: str, node_id: str) -> None:
     """Let the node's next process have the role of its command."""
-    async with brief_client(redis_url, "cannot forget this node's changed role") as client:
+    async with brief_client(redis_url, log, "cannot forget this node's changed role") as client:
         await client.delete(Keys(cluster).role(node_id))
 
 
@@ -56,7 +59,7 @@ async def read_loaded_adapters(
     redis_url: str, cluster: str, node_id: str, tls_dir: str | None
 ) -> LoadedAdapters | None:
     """The LoRA adapters that had been loaded into the last process with this node id; None if they cannot be read."""
-    async with brief_client(redis_url, "cannot read which LoRA adapters had been loaded into this node") as client:
+    async with brief_client(redis_url, log, "cannot read which LoRA adapters had been loaded into this node") as client:
         return Records(cluster, tls_dir).decode_loaded(await client.get(Keys(cluster).adapters(node_id)), node_id)
     return None
 
@@ -92,7 +95,7 @@ class FlipLock:
 
     async def move_wanted(self, node: NodeRecord) -> None:
         """From now on want one node less of the role of `node`, and one more of the other role."""
-        with tolerated("the wanted numbers of nodes stay as they are"):
+        with tolerated(log, "the wanted numbers of nodes stay as they are"):
             await self._client.eval(_MOVE, 1, self._keys.desired, node.role, OTHER[node.role])
 
     async def renew(self, transaction: str) -> bool:
@@ -101,7 +104,7 @@ class FlipLock:
 
     async def release(self, transaction: str) -> None:
         """Let others change roles. Without Redis the right ends by itself."""
-        with tolerated(f"the right to change roles ends in {HELD_S:g} s"):
+        with tolerated(log, f"the right to change roles ends in {HELD_S:g} s"):
             await self._client.eval(_RELEASE, 1, self._keys.flip, transaction)
 
     async def close(self) -> None:

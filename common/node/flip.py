@@ -18,7 +18,7 @@ from common.base.clock import monotonic
 from common.base.errors import BadRequest, ConfigError, KvRelayError, Unavailable
 from common.base.sentences import counted
 from common.cluster.desired_state import OTHER
-from common.cluster.redis_client import UNREACHABLE, short
+from common.cluster.redis_client import tolerated
 from common.cluster.runtime_changes import HELD_S, FlipLock
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from common.control.messages import NodeRecord
@@ -160,10 +160,8 @@ class FlipAdmin:
         return False
 
     async def _renew(self) -> None:
-        try:
+        with tolerated(log, "the change of this node's role goes on without Redis"):
             await self._lock.renew(self.transaction)
-        except UNREACHABLE as error:
-            log.warning("the change of this node's role goes on without Redis: %s", short(error))
 
 
 def why_restart(now: Part, then: Part) -> str:
