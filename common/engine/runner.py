@@ -265,9 +265,10 @@ class ModelRunner:
         self, step: StepInput, hidden: Tensor, token_ids: Tensor, logits_of: Callable[[Tensor], Tensor | None]
     ) -> SamplerOutput | None:
         if not step.samples:
-            # Its `wait` returns when the step has ended and no longer writes to its blocks.
-            nothing = torch.empty(0, 1, device=self._device)
-            return self._sampler.sample(nothing, [], None) if self._mesh.place.samples else None
+            if not self._mesh.place.samples:
+                return None
+            # An output without tokens. To wait for it is to wait until the step has ended and no longer writes to its blocks.
+            return self._sampler.sample(torch.empty(0, 1, device=self._device), [], None)
         if len(step.samples) < hidden.size(0):
             hidden = hidden.index_select(0, self._sampled_rows(step))
         logits = logits_of(hidden) if self._mesh.place.computes_logits else None

@@ -54,6 +54,8 @@ class HostSampler:
         self._scratch: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostSamplerOutput:
+        if not specs:
+            return HostSamplerOutput([])
         if unseen is not None:
             tokens = unseen.tolist()
             specs = [
