@@ -144,6 +144,16 @@ class KVLayout:
     def world_size(self) -> int:
         return self.tp_size * self.num_replicas * self.pp_size
 
+    def described_ranks(self) -> dict[str, int | list[int]]:
+        """Sizes in each dimension, and the layers of each stage, for operators."""
+        return {
+            "tensor_parallel": self.tp_size,
+            "pipeline_parallel": self.pp_size,
+            "context_parallel": self.cp_size,
+            "data_parallel": self.dp_size,
+            "layers_per_stage": list(self.pp_layers),
+        }
+
     def pool_blocks(self, rank_blocks: int) -> int:
         """Blocks of a node each of whose ranks has memory for `rank_blocks`."""
         return self.num_replicas * rank_blocks

@@ -91,11 +91,7 @@ class NodeAdmin:
             "control_address": record.peer.control_address,
             "data_addresses": record.peer.data_addresses,
             "layout": {
-                "tensor_parallel": record.layout.tp_size,
-                "pipeline_parallel": record.layout.pp_size,
-                "context_parallel": record.layout.cp_size,
-                "data_parallel": record.layout.dp_size,
-                "layers_per_stage": list(record.layout.pp_layers),
+                **record.layout.described_ranks(),
                 "dtype": record.layout.spec.dtype,
                 "block_size": record.layout.spec.block_size,
             },
