@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from common.base.errors import ProtocolError, TransferError
 from common.base.hashing import HASH_BYTES
+from common.base.message_types import StrictFields
 from common.control.codec import Codec
 from common.control.messages import AttemptKey
 from common.control.versions import OLDEST_VERSION
@@ -32,17 +33,15 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 """A payload above this is refused by the receiving socket before it is allocated."""
 MAX_SLICES = 4096
 
-_STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Name = Annotated[str, Field(max_length=256)]
 
 
 @dataclass(frozen=True)
-class KVSlice:
+class KVSlice(StrictFields):
     """Blocks [block_lo, block_hi), of those of a sequence that both ranks hold, in some layers and KV heads of one group, as in
     `GroupPart`."""
 
-    __pydantic_config__ = _STRICT
     group: _Count
     layer_lo: _Count
     layer_hi: _Count
@@ -68,10 +67,9 @@ class KVSlice:
 
 
 @dataclass(frozen=True)
-class SliceHeader:
+class SliceHeader(StrictFields):
     """The slices of one payload, their attempt, and the incarnations of sender and receiver."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     src_incarnation: _Name
     dst_incarnation: _Name
@@ -86,10 +84,9 @@ class SliceHeader:
 
 
 @dataclass(frozen=True)
-class SliceAck:
+class SliceAck(StrictFields):
     """The receiver has finished with message `sequence`. `code` is empty if it was accepted, else it names the error."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     sequence: Annotated[int, Field(ge=0, lt=2**63)]
     code: _Name = ""

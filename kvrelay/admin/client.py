@@ -70,8 +70,6 @@ _MAX_THREADS = 32
 class AdminRefused(KvRelayError):
     """The service refused the request or does not know what it names."""
 
-    exit_code = 1
-
 
 class AdminIncomplete(KvRelayError):
     """Some services did not answer, or refused; `answer` has the others' answers."""

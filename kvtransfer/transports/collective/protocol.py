@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from common.base.errors import ConfigError
+from common.base.message_types import StrictFields
 from common.control.codec import Codec
 from common.control.versions import OLDEST_VERSION
 from common.engine.kv_transfer import STAGING_BYTES
@@ -35,15 +36,13 @@ SIZE = struct.Struct("<Q")
 ACK_TAG, GROUP_TAG = b"a", b"g"
 """First byte of what a receiver sends: a `SliceAck` or a `GroupReply` follows."""
 
-_STRICT = ConfigDict(extra="forbid")
 _Name = Annotated[str, Field(max_length=256)]
 
 
 @dataclass(frozen=True)
-class GroupRequest:
+class GroupRequest(StrictFields):
     """A sender asks for a group called `name`."""
 
-    __pydantic_config__ = _STRICT
     name: _Name
     backend: _Name
     message_bytes: Annotated[int, Field(gt=0, le=wire.MAX_PAYLOAD_BYTES)]
@@ -53,24 +52,19 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class GroupMeet:
+class GroupMeet(StrictFields):
     """The sender starts to build its end now."""
 
-    __pydantic_config__ = _STRICT
-
 
 @dataclass(frozen=True)
-class GroupLeave:
+class GroupLeave(StrictFields):
     """The sender is closing the connection. A killed sender cannot say so; its silence for `SILENCE_S` does."""
 
-    __pydantic_config__ = _STRICT
-
 
 @dataclass(frozen=True)
-class GroupReply:
+class GroupReply(StrictFields):
     """The port of the store; or, with an `error`, that there is no group, or that the receiver left it."""
 
-    __pydantic_config__ = _STRICT
     name: _Name
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     error: Annotated[str, Field(max_length=4096)] = ""
