@@ -49,7 +49,7 @@ class KvRelayError(Exception):
     code: str = "internal_error"
     retryable: bool = False
     exit_code: int = 1
-    """Of a command that ends with this error."""
+    """Exit code of a command that ends with this error."""
 
     def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retryable: bool | None = None) -> None:
         """Set what differs from the base class, and register the class as that of its `code` for `from_code`."""

@@ -1,8 +1,8 @@
-"""The KV of a draft model: which of its blocks each sequence holds, and for how many leading positions it holds KV of known tokens. Engine thread; pure.
+"""The KV of a draft model: which of its blocks each sequence holds, and how many leading positions have KV of known tokens. Pure.
 
 The blocks are a pool of their own with a prefix cache of its own, because the target's KV is often there without the draft's: a
 relayed prompt brings the target's only. A block is published when all its tokens are known, so that a hash never promises KV of
-guesses.
+guesses. Used by the engine's thread.
 """
 
 from __future__ import annotations

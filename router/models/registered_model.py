@@ -42,7 +42,7 @@ class RegisteredModel:
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
         self.adapters: list[Adapter] = []
-        """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
+        """LoRA adapters of this model, one for each name. While the model has no node, they are those of its last nodes."""
         self.adapter_paths: dict[str, str] = {}
         """Where a node has read each from, by name."""
         self.roles: set[Role] = set()

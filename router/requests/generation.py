@@ -1,7 +1,7 @@
 """One generation: owns everything about a request from its acceptance to its end.
 
-Its parts are the state machine (`Flow`), its text and its story. Runs on the router's event loop. The HTTP side reads deltas
-and the outcome; the dispatcher feeds events.
+It holds the request's state machine (`Flow`), its text and its story. Runs on the router's event loop. The HTTP side reads
+deltas and the outcome; the dispatcher feeds events.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Generation(RunningRequest[Flow]):
         return f.Found(None if prefill is None else prefill.record.peer, decode.record.peer, self._timeout_s())
 
     def _query(self, choose: f.Choose) -> Query:
-        """What is to be placed; the placer writes the hits."""
+        """The request to place. The placer writes the prefix hits into it."""
         engine, num_generated = self.request.engine, len(self.flow.token_ids)
         return Query(
             len(engine.prompt_ids) + num_generated,

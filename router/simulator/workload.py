@@ -114,7 +114,7 @@ def _thinned(
 
 
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 50, 4
-"""Of synthetic conversations. The popularity of the k-th system prompt is proportional to 1/k."""
+"""System prompts of synthetic conversations, and blocks of each. The k-th is chosen with a probability proportional to 1/k."""
 _TURN_BLOCKS = 4
 """Mean blocks that a turn adds, the answer before it included."""
 _TURN_OUTPUT_TOKENS = 200
@@ -150,7 +150,7 @@ def synthetic(requests: int, rate: float, block_tokens: int, seed: int) -> Itera
 
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = (8192, 512), (64, 3000)
-"""Of each of two kinds of requests whose shares turn; answers: means, exponentially distributed."""
+"""Two kinds of requests, whose shares turn: prompt lengths, and mean lengths of answers (exponentially distributed)."""
 
 
 def turning(requests: int, rate: float, period_s: float, block_tokens: int, seed: int) -> Iterator[SimRequest]:

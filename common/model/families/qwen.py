@@ -20,7 +20,7 @@ def _describe_qwen2(config: ConfigFile) -> tuple[LayerDescription, ...]:
 
 
 def _describe_qwen2_5_vl(config: ConfigFile) -> tuple[LayerDescription, ...]:
-    """Its multimodal rope gives tokens of text the angles of plain rope."""
+    """The language model of Qwen2.5-VL. Multimodal rope gives tokens of text the same angles as plain rope."""
     attention = read_attention(config, default_kv_heads=8, qkv_bias=True)
     layer = LayerDescription(attention, read_mlp(config), read_norm(config, 1e-5), read_rope(config, 1e6))
     return with_windows_in_later_layers(config, repeated(config, layer), default_first=80)

@@ -16,7 +16,7 @@ from router.http.responses_api.input_items import InputItem, InputMessage, chat_
 
 _MAX_METADATA = 16
 _ShortText = Annotated[str, Field(max_length=512)]
-"""Of metadata."""
+"""A value of `metadata`."""
 _OF_CHAT = frozenset(
     {
         *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
