@@ -59,9 +59,8 @@ class Proposer(ABC):
         """Learn from the answer of a sequence that has ended, or free what is kept for it."""
 
     def cost_s(self, num_seqs: int) -> float:
-        """Seconds of proposing one more token for each of `num_seqs` sequences. If it is 0, `propose` may
-        be asked for more tokens than are used; else only for as many as should save time, and it leaves the proposals in
-        `draft_ids` of the sequences."""
+        """Seconds of proposing one more token for each of `num_seqs` sequences. If it is 0, `propose` may be asked for more tokens
+        than are used; else only for as many as should save time, and it leaves the proposals in `draft_ids` of the sequences."""
         return 0.0
 
 

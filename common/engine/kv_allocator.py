@@ -7,8 +7,8 @@ until they are evicted.
 
 Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
 its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
-all h of a table without a window, otherwise those within the window. A shorter prompt that
-needs an evicted block is therefore no hit, and computes its tokens.
+all h of a table without a window, otherwise those within the window. A shorter prompt that needs an evicted block is therefore
+no hit, and computes its tokens.
 """
 
 from __future__ import annotations

@@ -56,6 +56,6 @@ class Kernels(Protocol):
         ...
 
     def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> Rotary:
-        """For positions below `max_positions`. inverse_frequencies: [head_dim / 2] float32, on the model's device. `factor`
+        """Rotation of positions below `max_positions`. inverse_frequencies: [head_dim / 2] float32, on the model's device. `factor`
         multiplies the rotated numbers."""
         ...

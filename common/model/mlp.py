@@ -24,7 +24,7 @@ class DenseMlp:
         hidden, names, inner, is_gated = build.config.hidden_size, build.names, build.inner(mlp), mlp.kind == "gated"
         merged = [prefix + name for name in ((names.gate, names.up) if is_gated else (names.up,))]
         self.up = build.column_linear(merged, [inner] * len(merged), hidden, bias=mlp.bias, is_paired=is_gated)
-        """With the gate, if there is one."""
+        """The up projection; in a gated MLP merged with the gate, which comes first."""
         self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate = activate_and_mul(mlp.activation, build.kernels) if is_gated else activation(mlp.activation)
         self._mesh = build.mesh

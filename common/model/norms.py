@@ -46,7 +46,7 @@ class LayerNorm:
 
 
 class NoNorm:
-    """For layers whose inputs have no norm: it only adds."""
+    """Stands in for the norm of layers whose inputs have none: it only adds the residual."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         return x if delta is None else x.add_(delta)

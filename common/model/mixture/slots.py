@@ -1,4 +1,5 @@
-"""The slots of a layer's experts on one rank: the expert in each slot, the rows that go to it, and how many rows each expert got. Engine thread."""
+"""The slots of a layer's experts on one rank: the expert in each slot, the rows that go to it, and the count of rows by expert.
+Used by the engine's thread."""
 
 from __future__ import annotations
 
